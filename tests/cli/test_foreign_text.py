@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / f"run{ESCAPES}"
     described = dict.fromkeys(("task", "plan", "status", "host"), ESCAPES)
     described |= {key: {ESCAPES: ESCAPES} for key in ("fields", "versions")}
-    Run.create(folder, {**described, "changes": [ESCAPES], "used": {"joules": {ESCAPES: 1}}})
+    Run.begin(folder, {**described, "changes": [ESCAPES], "used": {"joules": {ESCAPES: 1}}})
     (folder / "checkpoints/step-000001").mkdir()
     (folder / "checkpoints/step-000001/manifest.json").write_text(json.dumps({"files": {ESCAPES: 1}}))
     (folder / "logs/rank-0.log").write_text(f"a line\n{ESCAPES}\n")

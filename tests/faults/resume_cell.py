@@ -96,7 +96,7 @@ def part(
             mine = (happenings or {}).get((process.rank, step))
             if step == dies_at or any(at == step for _, at in happenings or ()):
                 # Else it were chance what is saved by then.
-                self.wait_for_save()
+                self._report_failed_save(self.saver.wait())
             if mine is not None:
                 mine()
             if step == dies_at:

@@ -88,7 +88,7 @@ def test_fewer_and_more_processes(plan: str, fewer: str | None, more: str | None
 
 def saved(run: Path, tensors: dict[str, torch.Tensor]) -> Path:
     """A run with one checkpoint of two files, each tensor in one of them."""
-    Run.create(run, {})
+    Run.begin(run, {})
     beside, names = run / "checkpoints" / ".beside", sorted(tensors)
     beside.mkdir()
     files = {STATE: write_new(beside / STATE, b'{"step": 1}')}

@@ -39,7 +39,7 @@ def weights(trained: nn.Module) -> list[Tensor]:
 
 def in_process(place: ProcessRank, meet: Path, name: str, plan: str, *arguments: Any) -> Any:
     """Runs a loop of this module as one of a launch's processes."""
-    own_loop_world.become(place, Path(meet))
+    own_loop_world.Joined.process, own_loop_world.Joined.folder = place, Path(meet)
     loop = grappe.Loop(f"{plan},device=cpu,threads=1".lstrip(","))
     try:
         return globals()[name](loop, *arguments)
@@ -51,7 +51,7 @@ def in_process(place: ProcessRank, meet: Path, name: str, plan: str, *arguments:
 
 def printed(place: ProcessRank, meet: Path, text: str, plan: str) -> list[str]:
     """Runs a script as one of a launch's processes; returns what it prints."""
-    own_loop_world.become(place, Path(meet))
+    own_loop_world.Joined.process, own_loop_world.Joined.folder = place, Path(meet)
     os.environ[own_loop_world.PLAN] = f"{plan},device=cpu,threads=1,workers=0"
     names: dict[str, Any] = {"__name__": "script"}
     try:

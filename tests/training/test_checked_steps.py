@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from grappe import Task
-from grappe.training.checked_steps import distances, figures
+from grappe.training.checked_steps import figures, gradient_distances
 from grappe.training.run import Run
 from grappe.verbs.runs import describe
 from tests.faults import resuming
@@ -192,17 +192,17 @@ def test_figures_see_scale_sign_order_and_absence() -> None:
     g = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
     of = functools.partial(gradients, b=torch.ones(3))
     whole = of(a=g)
-    assert max(distances(of(a=g.clone()), whole).values()) == 0
+    assert max(gradient_distances(of(a=g.clone()), whole).values()) == 0
     for other in (g * 1.01, -g, g.flip(0), g.flip(1), g.roll(1, 0)):
-        assert distances(of(a=other), whole)["a"] > 5e-3
-    assert distances(gradients(b=torch.ones(3)), whole)["a"] > 0.9
-    assert distances(of(a=g, c=torch.ones(1)), whole)["c"] > 1
-    assert distances(of(a=g + 1e-7), whole)["a"] < 1e-5
+        assert gradient_distances(of(a=other), whole)["the gradient of a"] > 5e-3
+    assert gradient_distances(gradients(b=torch.ones(3)), whole)["the gradient of a"] > 0.9
+    assert gradient_distances(of(a=g, c=torch.ones(1)), whole)["the gradient of c"] > 1
+    assert gradient_distances(of(a=g + 1e-7), whole)["the gradient of a"] < 1e-5
 
 
 def test_kinds_of_gradients_have_figures() -> None:
     z = torch.complex(torch.ones(3, 2), torch.zeros(3, 2))
-    assert distances(gradients(z=z), gradients(z=z * 1j))["z"] > 0.1
+    assert gradient_distances(gradients(z=z), gradients(z=z * 1j))["the gradient of z"] > 0.1
     rows = torch.eye(4)[:2].to_sparse()
     assert gradients(e=rows) == gradients(e=rows.to_dense())
     assert gradients(s=torch.tensor(2.0))["s", ()] == (2.0, 2.0)

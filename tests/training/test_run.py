@@ -19,7 +19,7 @@ from tests.training.test_training import train
 
 def killed_before_its_first_step(folder: Path) -> None:
     """Begins a run as a start does, and dies."""
-    run = Run.create(folder, {"status": "running"})
+    run = Run.begin(folder, {"status": "running"})[0]
     Lease(run.folder).take()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -43,7 +43,7 @@ def test_a_start_that_was_killed_has_ended(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_start_is_running_between_its_description_and_its_lease(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "run", {"status": "running"})
+    run = Run.begin(tmp_path / "run", {"status": "running"})[0]
     assert status(run) == "running"
     long_ago = (run.folder / DESCRIPTION).stat().st_mtime - STALE_SECONDS - 1
     os.utime(run.folder / DESCRIPTION, (long_ago, long_ago))
@@ -53,7 +53,7 @@ def test_a_start_is_running_between_its_description_and_its_lease(tmp_path: Path
 def test_a_run_is_found_by_its_name(here: Path) -> None:
     train(here / "runs" / "a", name="wide net", tag=("base", "paper"), steps=1)
     train(here / "runs" / "a", steps=2)  # which keeps both
-    Run.create(Path("runs/b"), {"status": "running", "tags": ["base"]})
+    Run.begin(Path("runs/b"), {"status": "running", "tags": ["base"]})
     run = Run("wide net")
     assert run.folder == Path("runs/a")
     assert [run.read_description()[name] for name in ("name", "tags")] == ["wide net", ["base", "paper"]]
@@ -87,7 +87,9 @@ EVALUATION = '{"kind":"evaluation","step":2,"samples":4,"count":4.0,"loss":null,
 def test_curves_scores_and_costs_are_tables(tmp_path: Path) -> None:
     cost = {"rank": 0, "host": "a", "device": "cpu", "peak": {"host": 5}, "held": {"parameters": 3}}
     timing = {"step": {"median": 0.5}, "phases": {"forward": {"median": 0.25}, "update": "damaged"}}
-    run = Run.create(tmp_path / "run", {"task": "<b>", "plan": "", "costs": [{**cost, "timing": timing}, {"held": 1}]})
+    run = Run.begin(tmp_path / "run", {"task": "<b>", "plan": "", "costs": [{**cost, "timing": timing}, {"held": 1}]})[
+        0
+    ]
     with pytest.raises(RunError, match="no evaluation yet"):
         run.scores()
     (run.folder / METRICS).write_text(STEPS + EVALUATION)

@@ -129,7 +129,7 @@ def test_one_of_many_starts_at_the_same_moment_begins_the_run(tmp_path: Path) ->
 
 
 def test_a_start_that_lost_its_lease_notes_no_failure_in_its_successors_run(tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "run", {})
+    run = Run.begin(tmp_path / "run", {})[0]
     mine, other = Lease(run.folder), Lease(run.folder)
     other.take()
     for lease, noted in ((mine, ""), (other, "file")):

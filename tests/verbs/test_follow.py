@@ -23,7 +23,7 @@ def evaluation(number: int) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    made = Run.create(tmp_path / "run", {"task": "x", "status": "running"})
+    made = Run.begin(tmp_path / "run", {"task": "x", "status": "running"})[0]
     (made.folder / "metrics.jsonl").write_text(step(1) + step(2) + evaluation(2))
     return made
 

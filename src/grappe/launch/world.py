@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import cloudpickle
 
-from grappe.errors import PlanError
+from grappe.errors import GrappeError, PlanError
 from grappe.launch import rendezvous
 from grappe.launch.fork import end_with_launcher
 from grappe.launch.rank import ProcessRank
@@ -115,6 +115,19 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Calls `work` on process 0; returns its value, or raises its GrappeError, on every process. Collective."""
+        answer: Any = None
+        if self.rank == 0:
+            try:
+                answer = work()
+            except GrappeError as error:
+                answer = error
+        answer = self.share(answer)
+        if isinstance(answer, GrappeError):
+            raise answer
+        return answer
 
     def scatter(self, values: Sequence[T] | None) -> T:
         """Gives each process its own of process 0's `values`, by rank. Collective."""

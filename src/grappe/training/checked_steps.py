@@ -485,12 +485,7 @@ def rounded(gaps: dict[str, float], roundings: dict[str, float]) -> list[str]:
 
 
 def gradient_distances(ours: Figures, expected: Figures) -> dict[str, float]:
-    """Computes the relative distance of each parameter's gradient, by "the gradient of NAME"."""
-    return {f"the gradient of {name}": gap for name, gap in distances(ours, expected).items()}
-
-
-def distances(ours: Figures, expected: Figures) -> dict[str, float]:
-    """Computes the relative distance of each parameter's gradient from the expected one, by name."""
+    """Computes the relative distance of each parameter's gradient from the expected one, by "the gradient of NAME"."""
     sums: list[dict[str, list[float]]] = []
     for each in (ours, expected):
         by_name: dict[str, list[float]] = {}
@@ -503,5 +498,5 @@ def distances(ours: Figures, expected: Figures) -> dict[str, float]:
     gaps = {}
     for name in own.keys() | theirs.keys():
         (a, p), (b, q) = (each.get(name, [0.0, 0.0]) for each in (own, theirs))
-        gaps[name] = max(abs(math.sqrt(a) - math.sqrt(b)), abs(p - q)) / (math.sqrt(b) + least)
+        gaps[f"the gradient of {name}"] = max(abs(math.sqrt(a) - math.sqrt(b)), abs(p - q)) / (math.sqrt(b) + least)
     return gaps

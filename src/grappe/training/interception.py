@@ -28,24 +28,25 @@ PLANS_FORWARD = weakref.WeakSet[nn.Module]()
 class StepHandler:
     """A script's steps as they are; a handler overrides what it changes of what the script goes through."""
 
+    inner: StepHandler | None = None
+    """Handles what this one does not override; None: nothing does."""
+
     def begun(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Begins an iteration of a loader."""
-        return begin()
+        return begin() if self.inner is None else self.inner.begun(loader, begin)
 
     def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Returns what the script gets for each batch of a loader."""
-        return begin()
+        return begin() if self.inner is None else self.inner.batches(loader, begin)
 
     def backward(self, loss: Tensor, run: Callable[[float], None]) -> None:
         """Runs a backward, whose loss is multiplied with what `run` is given."""
-        run(1.0)
-
-    def own_term(self, loss: Tensor) -> Tensor:
-        """Returns this process's term of a loss, which is the sum of all processes' terms."""
-        return loss.detach()
+        run(1.0) if self.inner is None else self.inner.backward(loss, run)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer that the script has made."""
+        if self.inner is not None:
+            self.inner.add_optimizer(optimizer)
 
 
 class MainThread:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 
@@ -40,9 +39,10 @@ from grappe.errors.user_line import FRAME, Line, at, is_users_file
 from grappe.launch.signals import StopSignal
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.private_api.torch import foreach_add_, foreach_mul_, local_tensor, tree_leaves, tree_map
+from grappe.private_api.torch import foreach_add_, foreach_mul_, tree_leaves, tree_map
 from grappe.profiling import memory, phases
 from grappe.profiling.chronometer import Chronometer, StepTimes
+from grappe.step.clip import local_part
 from grappe.step.loss import HostCopy, StepResult, loss_of
 from grappe.step.scores import Scores, SliceSums, TrainingScores
 from grappe.step.task_contract import Plateau, model_of
@@ -60,36 +60,6 @@ from grappe.words import format_seconds, host_name
 DELIVERY_SECONDS = 0.1  # quick steps are passed to the watchers in groups: then a step pays for none of them
 SAVING = (1.0, 0.05)  # seconds, and the part of the time, that saving each epoch may take
 COMPUTING = (phases.FORWARD, phases.BACKWARD, phases.UPDATE)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Session:
-    """One start of a training in one process: its parts, made before the first step."""
-
-    task: Task
-    options: Options
-    info: RunInfo
-    world: World
-    engine: Engine
-    batches: BatchLoader | LoggedLoader
-    """The training batches."""
-    validation: BatchLoader | LoggedLoader
-    clock: Chronometer
-    watchers: WatcherList
-    watchdog: Watchdog
-    stop_signal: StopSignal
-    saver: Saver
-    average: WeightAverage
-    carried: CarriedState
-    stream: StreamBatches | None
-    """Of the training samples."""
-    training_scores: TrainingScores
-    loading_cost: Callable[[StepTimes], Headspace]
-    """Computes what waiting for samples has cost. Collective."""
-    check: CheckedSteps | None
-    """Compares steps with one process's; None: there is one process, or nothing to compare."""
-    first_use: Callable[[], AbstractContextManager[None]]
-    """Context of the first evaluation, which measures the memory that libraries keep."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -144,12 +114,37 @@ class Pending(NamedTuple):
     """Of training batches, if they are shown after this step."""
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Training:
-    """The loop over a session's steps, the same for every engine."""
+    """One start of a training in one process: its parts, made before the first step, and the loop over its steps."""
 
-    def __init__(self, session: Session) -> None:
-        options, info = session.options, session.info
-        self.session = session
+    task: Task
+    options: Options
+    info: RunInfo
+    world: World
+    engine: Engine
+    batches: BatchLoader | LoggedLoader
+    """The training batches."""
+    validation: BatchLoader | LoggedLoader
+    clock: Chronometer
+    watchers: WatcherList
+    watchdog: Watchdog
+    stop_signal: StopSignal
+    saver: Saver
+    average: WeightAverage
+    carried: CarriedState
+    stream: StreamBatches | None
+    """Of the training samples."""
+    training_scores: TrainingScores
+    loading_cost: Callable[[StepTimes], Headspace]
+    """Computes what waiting for samples has cost. Collective."""
+    check: CheckedSteps | None
+    """Compares steps with one process's; None: there is one process, or nothing to compare."""
+    first_use: Callable[[], AbstractContextManager[None]]
+    """Context of the first evaluation, which measures the memory that libraries keep."""
+
+    def __post_init__(self) -> None:
+        options, info = self.options, self.info
         self.progress = LoopState()
         self.step = info.start
         """Optimizer steps done, in earlier starts too."""
@@ -160,7 +155,7 @@ class Training:
         self._pending: Pending | None = None
         self._undelivered: list[Record] = []  # not yet given to the watchers
         self._undelivered_seconds = 0.0
-        self._delivery_seconds = 0.0 if session.watchers.prompt else DELIVERY_SECONDS
+        self._delivery_seconds = 0.0 if self.watchers.prompt else DELIVERY_SECONDS
         self._stop: str | None = None
         self._saved_step = -1
         self._saving_seconds, self._began = 0.0, time.perf_counter()
@@ -175,7 +170,7 @@ class Training:
         Raises:
             RunError: the checkpoint verifies, but has content that no training of grappe wrote.
         """
-        session, info = self.session, self.session.info
+        info = self.info
         values = checkpoint.read_values()
         here = samples_seen(checkpoint.step, info.samples, info.batch_size)
         if values.get(SAMPLES, here) != here:
@@ -188,10 +183,10 @@ class Training:
             saved = SavedState(tensors=tensors, values=values.get("engine", {}), model_loaded=True)
             # The optimizer's state has a meaning only to the engine that saved it.
             same_engine = values.get("engine_name") == info.engine
-            session.engine.restore(saved if same_engine else saved.weights_only())
+            self.engine.restore(saved if same_engine else saved.weights_only())
             self.progress.restore(values)
-            session.average.restore(tensors)
-            session.carried.restore(tensors, session.world)
+            self.average.restore(tensors)
+            self.carried.restore(tensors, self.world)
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise RunError(
                 f"{checkpoint.folder} verifies, but its state cannot be resumed from "
@@ -204,74 +199,63 @@ class Training:
         Raises:
             DivergedError: the loss is not a number any more.
         """
-        session, clock, engine = self.session, self.session.clock, self.session.engine
-        start = session.info.start
-        session.watchers.call("started", session.info)
+        clock, engine = self.clock, self.engine
+        start = self.info.start
+        self.watchers.call("started", self.info)
         clock.begin()
-        session.watchdog.start(start)
+        self.watchdog.start(start)
         outcome = None
         try:
             if self.progress.evaluation_pending:
                 self._evaluate(start)
             elif not start:
-                with session.first_use():
+                with self.first_use():
                     self._rehearse_evaluation()
-            self._take_steps()
+            self.engine.train(self._timed(self.batches.batches(start, self.info.last_step)), self.after)
             clock.finish()
             self._read_previous_step()
             self._notify_watchers()
             with clock.during(phases.CHECKPOINT):
-                problem = session.saver.wait()  # so that the end of a training loses nothing
+                problem = self.saver.wait()  # so that the end of a training loses nothing
             if problem is not None:
                 raise RunError(f"{problem}. The checkpoint before it is whole: free some space, and start again")
             timing = clock.timing()
             outcome = Outcome(
-                status=self._stop or ("finished" if self.step >= session.info.total_steps else "paused"),
+                status=self._stop or ("finished" if self.step >= self.info.total_steps else "paused"),
                 step=self.step,
                 scores=self.progress.scores,
-                peaks=session.world.gather({**memory.peak(session.world.device), **clock.held}),
+                peaks=self.world.gather({**memory.peak(self.world.device), **clock.held}),
                 timing=timing,
-                headspace=session.loading_cost(timing),
+                headspace=self.loading_cost(timing),
                 remarks=[
                     *engine.remarks(),
-                    *session.batches.remarks(),
-                    *session.carried.remarks,
-                    *remarks_on_draws(Plan.parse(session.info.plan), session.world.device),
+                    *self.batches.remarks(),
+                    *self.carried.remarks,
+                    *remarks_on_draws(Plan.parse(self.info.plan), self.world.device),
                 ],
                 limited_validation=self._limited,
             )
         except DivergedError:  # on every process; the best that there was is kept
-            session.saver.write_held()
+            self.saver.write_held()
             raise
         finally:
-            session.watchdog.stop()
-            session.saver.close()
+            self.watchdog.stop()
+            self.saver.close()
             try:
                 self._notify_watchers()
             finally:
-                session.watchers.call("ended", outcome)
+                self.watchers.call("ended", outcome)
         return outcome
-
-    def _take_steps(self) -> None:
-        engine, info = self.session.engine, self.session.info
-        batches = self._timed(self.session.batches.batches(info.start, info.last_step))
-        if engine.owns_loop:
-            engine.train(batches, self.after)
-            return
-        for batch in batches:
-            result = engine.step(batch)
-            if self.after(result):
-                return
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yields the same batches; the wait for each counts as data, the time after it as forward."""
-        switch = self.session.clock.switch
+        switch = self.clock.switch
         switch(phases.DATA)
-        check = self.session.check
+        check = self.check
         for batch in batches:
             if check is not None and check.is_due(batch.step):
-                with self.session.clock.during(phases.START):
-                    check.before(batch, self.session.engine)
+                with self.clock.during(phases.START):
+                    check.before(batch, self.engine)
             switch(phases.FORWARD)
             yield batch
             switch(phases.DATA)
@@ -279,28 +263,27 @@ class Training:
 
     def after(self, result: StepResult) -> bool:
         """Evaluates, saves and reports after a step; returns True when the training should stop."""
-        session = self.session
-        seconds = session.clock.end_step()
-        if session.check is not None and session.check.is_running:
-            steps = 1 + session.check.steps
-            with session.clock.during(phases.START), session.watchdog.steps_at_once(steps):
-                finding = session.check.after(result)
+        seconds = self.clock.end_step()
+        if self.check is not None and self.check.is_running:
+            steps = 1 + self.check.steps
+            with self.clock.during(phases.START), self.watchdog.steps_at_once(steps):
+                finding = self.check.after(result)
             if finding:
-                session.watchers.call("checked", result.batch.step, finding)
-        if session.stop_signal.deadline is not None:
-            session.stop_signal.check_time()
+                self.watchers.call("checked", result.batch.step, finding)
+        if self.stop_signal.deadline is not None:
+            self.stop_signal.check_time()
         self._read_previous_step()
-        if session.average.kept and not result.skipped:
-            session.average.update()
+        if self.average.kept and not result.skipped:
+            self.average.update()
         batch, norm = result.batch, result.norm
         count = None if batch.count.__class__ is float else HostCopy(batch.count)  # type: ignore[arg-type]
-        self.step = session.watchdog.step = step = batch.step + 1
+        self.step = self.watchdog.step = step = batch.step + 1
         prints = self._prints_after is not None and self._prints_after(step)
-        scores = session.training_scores.copied() if prints else None
-        spent, size = session.clock.last_step, None if norm is None else HostCopy(norm)
+        scores = self.training_scores.copied() if prints else None
+        spent, size = self.clock.last_step, None if norm is None else HostCopy(norm)
         self._pending = Pending(result, seconds, spent, count, size, scores)
-        session.watchdog.marks += 1
-        last = step == session.info.last_step and self._evaluates
+        self.watchdog.marks += 1
+        last = step == self.info.last_step and self._evaluates
         evaluate = last or not step % self._evaluate_every
         save = last or not step % self._save_every
         if not (evaluate or save or self._stop is not None):
@@ -322,10 +305,10 @@ class Training:
         if self._pending is None:
             return
         (result, seconds, spent, count, norm, scores), self._pending = self._pending, None
-        batch, info, watchdog = result.batch, self.session.info, self.session.watchdog
+        batch, info, watchdog = result.batch, self.info, self.watchdog
         watchdog.waiting = True
         total, flag = result.sums.read()
-        metrics = {} if scores is None else self.session.training_scores.so_far(scores)
+        metrics = {} if scores is None else self.training_scores.so_far(scores)
         watchdog.waiting = False
         step, epoch = batch.step, batch.epoch
         loss = total / float(batch.count if count is None else count.read())
@@ -350,8 +333,8 @@ class Training:
 
     def _diverged(self, record: Record, batch: Batch, own: Sequence[Tensor]) -> DivergedError:
         """Returns the error of a loss that is no number: whose samples it was, if not everybody's. Collective."""
-        world, order = self.session.world, self.session.batches.order
-        ids = order.samples(order.ids(batch.epoch, batch.step % self.session.info.steps_per_epoch))
+        world, order = self.world, self.batches.order
+        ids = order.samples(order.ids(batch.epoch, batch.step % self.info.steps_per_epoch))
         rows = world.gather((all(map(math.isfinite, map(float, own))), host_name(), order.samples(batch.ids)))
         of_them = [rank for rank, row in enumerate(rows) if not row[0]]
         alone = 0 < len(of_them) < world.size
@@ -373,10 +356,10 @@ class Training:
         """Says what to do about a loss that is no number."""
         targets = tree_leaves([micro.targets for micro in batch.microbatches])
         decimal = [leaf for leaf in targets if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if overrides(self.session.task, "counts") and not all(leaf.isfinite().all() for leaf in decimal):
+        if overrides(self.task, "counts") and not all(leaf.isfinite().all() for leaf in decimal):
             return (
                 "Targets are not finite, and 0 x NaN is NaN, in the gradient too, where counts() is 0: write "
-                f"target = target.nan_to_num() in loss(){at(self.session.task, 'loss')}"
+                f"target = target.nan_to_num() in loss(){at(self.task, 'loss')}"
             )
         return "Try a lower lr, clip=1, or look at those samples"
 
@@ -385,22 +368,21 @@ class Training:
         if not self._undelivered:
             return
         records, self._undelivered, self._undelivered_seconds = self._undelivered, [], 0.0
-        self.session.stop_signal.reserve(step=max(record.seconds for record in records))
-        self.session.watchers.stepped(records)
+        self.stop_signal.reserve(step=max(record.seconds for record in records))
+        self.watchers.stepped(records)
 
     def _evaluate(self, step: int) -> None:
         """Evaluates after `step`; stops the training when patience is exhausted. Collective."""
-        session = self.session
-        order = session.validation.order
-        total, limit = order.steps_per_epoch, session.options.validation_batches
+        order = self.validation.order
+        total, limit = order.steps_per_epoch, self.options.validation_batches
         taken = min(total, limit or total)
-        batches = session.watchdog.counted(session.validation.batches(0, taken))
-        weights = session.engine.evaluated_weights()
+        batches = self.watchdog.counted(self.validation.batches(0, taken))
+        weights = self.engine.evaluated_weights()
         began = time.perf_counter()
-        with session.clock.during(phases.EVALUATION), weights, session.average.in_place():
-            scores = session.engine.evaluate(batches, min(order.length, taken * order.batch_size))
-            scores = session.training_scores.joined(scores)
-        scores = dataclasses.replace(scores, split=split_name(session.task, "validation"))
+        with self.clock.during(phases.EVALUATION), weights, self.average.in_place():
+            scores = self.engine.evaluate(batches, min(order.length, taken * order.batch_size))
+            scores = self.training_scores.joined(scores)
+        scores = dataclasses.replace(scores, split=split_name(self.task, "validation"))
         if taken < total:
             seconds = time.perf_counter() - began
             self._limited = (
@@ -408,10 +390,10 @@ class Training:
                 f"{format_seconds(seconds / taken * total)}"
             )
         self.progress.note(step, scores)
-        if isinstance(plateau := session.engine.train_state.schedule, Plateau):
+        if isinstance(plateau := self.engine.train_state.schedule, Plateau):
             plateau.evaluated(plateau.score(scores.loss, scores.metrics))
-        session.watchers.call("evaluated", step, scores)
-        patience = session.options.patience
+        self.watchers.call("evaluated", step, scores)
+        patience = self.options.patience
         if patience is not None and self.progress.since_best >= patience:  # the same on every process
             self._stop = "stopped"
 
@@ -423,28 +405,27 @@ class Training:
         """
         if not self._evaluates:
             return
-        session = self.session
-        order = session.validation.order
-        batches = session.watchdog.counted(session.validation.rehearsed())
+        order = self.validation.order
+        batches = self.watchdog.counted(self.validation.rehearsed())
         try:
-            with session.clock.during(phases.EVALUATION), refusing_late_parameters():
-                scores = session.engine.evaluate(batches, min(order.batch_size, order.length))
-            if isinstance(plateau := session.engine.train_state.schedule, Plateau):
+            with self.clock.during(phases.EVALUATION), refusing_late_parameters():
+                scores = self.engine.evaluate(batches, min(order.batch_size, order.length))
+            if isinstance(plateau := self.engine.train_state.schedule, Plateau):
                 plateau.score(scores.loss, scores.metrics)
         except Exception as error:
             if isinstance(error, GrappeError) or not is_users(error):
                 raise  # an error about the task's contract needs no note on where it was seen first
             raise TaskError(
-                f"evaluation fails (one batch of it is tried before the first step): {sentence(error, session.task)}"
+                f"evaluation fails (one batch of it is tried before the first step): {sentence(error, self.task)}"
             ) from error
 
     def _save_is_due(self) -> bool:
         """Returns whether to save now: where the user does not say when, by what saving has taken. Collective."""
-        if self.session.options.save_every is not None:
+        if self.options.save_every is not None:
             return True
         least, part = SAVING
         allowed = max(least, part * (time.perf_counter() - self._began))
-        return self.session.world.share(self._saving_seconds <= allowed)
+        return self.world.share(self._saving_seconds <= allowed)
 
     def _save(self, step: int, *, hold: bool = False) -> None:
         """Saves the state after `step`, unless it is saved already; mostly in the background. Collective.
@@ -457,59 +438,51 @@ class Training:
         """
         if step == self._saved_step:
             return
-        session, info = self.session, self.session.info
+        info = self.info
         began = time.perf_counter()
-        session.engine.before_save()
-        with session.clock.during(phases.CHECKPOINT):
+        self.engine.before_save()
+        with self.clock.during(phases.CHECKPOINT):
             if not hold:
-                session.watchers.call("saving", step)
-            state = session.engine.state()
+                self.watchers.call("saving", step)
+            state = self.engine.state()
             values: dict[str, Any] = {
                 "engine_name": info.engine,
                 "engine": dict(state.values),
                 **self.progress.as_json(step),
                 SAMPLES: samples_seen(step, info.samples, info.batch_size),
-                **({} if session.stream is None else {POSITION: session.stream.position(step)}),
+                **({} if self.stream is None else {POSITION: self.stream.position(step)}),
             }
-            averages, stream = session.average.tensors(), state.stream
+            averages, stream = self.average.tensors(), state.stream
             if stream is not None and averages:
                 engines = stream
                 stream = lambda: itertools.chain(engines(), averages.items())  # noqa: E731
-            session.carried.refuse_resized()
-            own = {**state.local, **session.carried.tensors(session.world)}
+            self.carried.refuse_resized()
+            own = {**state.local, **self.carried.tensors(self.world)}
             tensors = {**state.tensors, **averages}
             if self.progress.evaluated_step == step and not self.progress.since_best:
-                session.saver.forget()  # this one is better
+                self.saver.forget()  # this one is better
             if hold and stream is None:
-                problem = session.saver.hold(step, tensors, own, values)
+                problem = self.saver.hold(step, tensors, own, values)
             else:
-                problem = session.saver.save(step, tensors, own, values, stream)
+                problem = self.saver.save(step, tensors, own, values, stream)
                 self._saved_step = step
             self._report_failed_save(problem)
         seconds = time.perf_counter() - began
         self._saving_seconds += seconds
-        session.stop_signal.reserve(saving=seconds)
-
-    def wait_for_save(self) -> None:
-        """Waits for the running save, if there is one. Collective.
-
-        Raises:
-            RunError: the save failed, with `stop_on_failed_save`.
-        """
-        self._report_failed_save(self.session.saver.wait())
+        self.stop_signal.reserve(saving=seconds)
 
     def _report_failed_save(self, problem: str | None) -> None:
         if problem is None:
             return
-        folder = self.session.info.folder
+        folder = self.info.folder
         if not Run.is_run(folder):
             raise RunError(
                 f"{problem}. The run's folder {folder} is gone or was moved, so nothing can be "
                 "saved any more: if it was moved, move it back, and start again"
             )
-        if self.session.options.stop_on_failed_save:
+        if self.options.stop_on_failed_save:
             raise RunError(f"{problem}. The checkpoint before it is whole")
-        self.session.watchers.call("failed_to_save", problem)
+        self.watchers.call("failed_to_save", problem)
 
 
 ANOMALY = re.compile("Traceback of forward call")
@@ -615,8 +588,8 @@ class WeightAverage:
         assert self._decay is not None, "no average is kept"
         if not self._averages:  # a pipeline's stage that is frozen
             return
-        averages = [_local(average) for average in self._averages.values()]
-        weights = [_local(weight) for weight in self._weights.values()]
+        averages = [local_part(average) for average in self._averages.values()]
+        weights = [local_part(weight) for weight in self._weights.values()]
         # Not lerp: it would round parts of a tensor differently from the whole tensor.
         foreach_mul_(averages, self._decay)
         foreach_add_(averages, weights, alpha=1 - self._decay)
@@ -637,11 +610,7 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         for name, held in self._averages.items():
-            weight, average = _local(self._weights[name].detach()), _local(held)
+            weight, average = local_part(self._weights[name].detach()), local_part(held)
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

@@ -7,7 +7,7 @@ import timeit
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from grappe.errors import GrappeError, PlanError
+from grappe.errors import PlanError
 from grappe.launch.local import local
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
@@ -65,8 +65,8 @@ def with_memory_chosen(request: Request, world: World) -> Request:
     """
     if request.plan.memory == "none":
         return request
-    answer: ChosenPlan | GrappeError = ChosenPlan(request.plan, "")
-    if world.rank == 0:
+
+    def choose() -> ChosenPlan:
         asked = ChoiceRequest(task=request.task, plan=request.plan, data=request.data, before=data_size())
         if world.device.type == "cuda":
             import torch
@@ -77,15 +77,12 @@ def with_memory_chosen(request: Request, world: World) -> Request:
                 asked, gpu=gpu.name, gpu_bytes=gpu.total_memory, host=host, rate=rate_of_copies(world.device)
             )
         try:
-            answer = _chosen(dataclasses.replace(asked, earlier=_earlier(request)))
-        except GrappeError as error:
-            answer = error
+            return _chosen(dataclasses.replace(asked, earlier=_earlier(request)))
         except KeyboardInterrupt:  # a signal, which is noted: the training ends before its first step
-            answer = ChosenPlan(dataclasses.replace(request.plan, memory="none"), "")
-    answer = world.share(answer)
-    if isinstance(answer, GrappeError):
-        raise answer
-    return dataclasses.replace(request, plan=answer.plan, chosen=answer.chosen)
+            return ChosenPlan(dataclasses.replace(request.plan, memory="none"), "")
+
+    choice = world.first(choose)
+    return dataclasses.replace(request, plan=choice.plan, chosen=choice.chosen)
 
 
 def _earlier(request: Request) -> ChosenPlan | None:

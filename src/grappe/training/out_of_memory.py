@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from grappe.errors import GrappeError, OutOfMemory
 from grappe.errors.causes import is_out_of_memory
+from grappe.launch.local import start_server
 from grappe.plan import Plan
+from grappe.profiling import memory
 from grappe.task import Task
 from grappe.words import format_bytes, format_part_of_bytes
 
@@ -71,8 +73,6 @@ class LibraryMemoryProbe:
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         """Context of the first evaluation; measures under RLIMIT_DATA only, where freed memory goes back at once."""
-        from grappe.profiling import memory
-
         began = memory.data_size()
         yield
         if memory.data_limit() is not None:
@@ -97,8 +97,6 @@ def reporting_out_of_memory(rank: int) -> Iterator[LibraryMemoryProbe]:
     Raises:
         LocalOutOfMemory: there was one.
     """
-    from grappe.profiling import memory
-
     memory.apply_memory_limit()
     before = memory.data_size()
     reserve, probe = [bytearray(RESERVE_BYTES)], LibraryMemoryProbe()
@@ -139,7 +137,6 @@ def _foreseen(report: MemoryReport, task: Task, plan: Plan, data: Path) -> tuple
     from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.search import fitting, foreseen
-    from grappe.launch.local import start_server
 
     plan = dataclasses.replace(plan, memory="none")
     budget, more = memory_budgets(report, plan)
@@ -195,7 +192,6 @@ def _on_disk(fake_model: FakeModel, plan: Plan, budget: MemoryBudget) -> Iterato
 def memory_budgets(report: MemoryReport, plan: Plan) -> tuple[MemoryBudget, MemoryBudget]:
     """Returns a process's memory budget, and the budget with more processes on the same machine."""
     from grappe.foresight.search import MemoryBudget
-    from grappe.profiling import memory
 
     limit, whose, gpu = _limit()
     if gpu:
@@ -233,8 +229,6 @@ def _shortage_message(report: MemoryReport, states: Mapping[str, int]) -> str:
 def _limit() -> tuple[int, str, bool]:
     """Returns a process's memory limit, the origin of the limit, and whether it is a GPU's."""
     import torch
-
-    from grappe.profiling import memory
 
     own = memory.data_limit()
     if own is not None:

@@ -38,23 +38,21 @@ from grappe.engines.native import Native
 from grappe.engines.shared.state import ModelState, SavedState
 from grappe.errors import EXIT_INTERRUPTED, GrappeError, PlanError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
-from grappe.launch.signals import StopSignal
 from grappe.launch.start import start
 from grappe.parallel.shard import reshard
 from grappe.plan import AnyPlan, Plan, as_plan
-from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.phases import CHECKPOINT, DATA, EVALUATION, FORWARD, UPDATE
+from grappe.profiling.phases import CHECKPOINT, DATA, EVALUATION, FORWARD
 from grappe.rows.messages import check_in_step
 from grappe.rows.tensor import full
 from grappe.step.fast_paths import seed_dropout
 from grappe.step.precision import set_gpu_arithmetic
 from grappe.training.interception import alive
-from grappe.training.own_loop_folder import LoopFolder
 from grappe.training.own_loop_objects import KeptObjects
+from grappe.training.own_loop_run import LoopFolder
 from grappe.training.own_loop_steps import LoopBatches, LoopSteps
 from grappe.training.own_loop_world import PLAN, Joined, join_world
 from grappe.training.rows_step import CHECK_EVERY
-from grappe.training.step_losses import StepLosses
+from grappe.training.watchers.base import Record
 
 SUPPORTED_KEYS = frozenset({
     "engine", "device", "backend", "replicate", "shard", "zero", "threads", "workers", "loading", "prefetch",
@@ -111,22 +109,23 @@ class Loop:
         folder = Path(run) if run is not None else None
         self.world = join_world(self.plan, process, folder or Path())
         self.device = self.world.device
-        self.chronometer = Chronometer(self.device, began)
         self.step = 0
         """Batches done, over restarts."""
+        self._samples = 0
+        """Of the batches of this start."""
         self._closed = False
         self._seed, self._save_every = seed, save_every
         set_gpu_arithmetic(self.plan.precision)
-        self._steps = LoopSteps.of(self.plan, self.world, self)
-        self.losses = StepLosses(self.world, None if Joined.context is None else Joined.context.group)
-        """Those of the running body's backwards."""
+        self._steps, self._log = LoopSteps.of(self.plan, self.world, began)
+        self._log.check = self._refuse_other_shapes
+        self.chronometer = self._log.chronometer
         self._pairs: list[Pair] = []
         self._spread: set[int] = set()
         """The ids of the models' parameters."""
         self._kept = KeptObjects()
-        self._stop_signal = StopSignal()
-        self._stop_signal.install()
+        self._log.stop.install()
         self._folder = LoopFolder(folder, self.plan, self.world, seed) if folder is not None else None
+        self._log.folder = self._folder
         self._found = self._folder.checkpoint if self._folder is not None else None
         self._now, self._before = _Position(), _Position()
         """After the calls of `batches` so far; and before those of the running epoch."""
@@ -201,13 +200,8 @@ class Loop:
             values = self._found.read_values().get("engine", {})
             state.restore(SavedState(tensors=self._found.read_tensors(), values=values))
         self._pairs.append(Pair(model, optimizer, state))
-        optimizer.register_step_pre_hook(lambda *_: self.chronometer.switch(UPDATE))
-        optimizer.register_step_post_hook(self._note_update)
+        self._log.watch(optimizer)
         return model, optimizer
-
-    def _note_update(self, *_: object) -> None:
-        self.losses.stepped()
-        self.chronometer.switch(FORWARD)
 
     def keep(self, **objects: Any) -> None:
         """Puts further objects with a `state_dict` into the checkpoints, by name: `loop.keep(schedule=schedule)`.
@@ -278,8 +272,13 @@ class Loop:
         self.chronometer.begin()
         self.chronometer.switch(DATA)
         for batch, parts in source.batches(first + self.step - begin, first + epochs * each):
-            with self._body():
+            seed_dropout(self._seed, self.step, self.device, 0)  # a body draws by the seed and the step alone
+            self._steps.running = self._log
+            self.chronometer.switch(FORWARD)
+            try:
                 yield parts
+            finally:
+                self._steps.running = None
             self.step += 1
             if self._end_step(batch, last=self.step == end):
                 self._close(None, interrupted=True)
@@ -288,17 +287,6 @@ class Loop:
         self._now = self._now._replace(drawn=self._drawn[1](end))
         if self._folder is not None:
             self._folder.wait()
-
-    @contextlib.contextmanager
-    def _body(self) -> Iterator[None]:
-        """Context of a step's body, whose random numbers depend on the seed and the step alone."""
-        seed_dropout(self._seed, self.step, self.device, 0)
-        self._steps.running = self
-        self.chronometer.switch(FORWARD)
-        try:
-            yield
-        finally:
-            self._steps.running = None
 
     def evaluate(
         self,
@@ -343,7 +331,7 @@ class Loop:
         assert samples == len(dataset), "a sample is missing or counted twice"  # type: ignore[arg-type]
         scores = {name: float(total) / samples for name, total in sums.items()}
         if self._folder is not None:
-            self._flush()
+            self._log.flush()
             self._folder.evaluated(self.step, scores, samples)
         return scores
 
@@ -351,7 +339,7 @@ class Loop:
         """Saves all pairs and kept objects now, in the background. Collective."""
         if self._folder is None:
             raise UsageError("Loop(plan, run=…): without a folder there is nowhere to save to")
-        self._flush()
+        self._log.flush()
         tensors, kept = self._kept.state()
         gradients = {name: full(each.grad) for name, each in self._parameters().items() if each.grad is not None}
         tensors |= {f"{GRADIENT}{name}": each.detach() for name, each in gradients.items()}
@@ -385,37 +373,24 @@ class Loop:
         seconds = self.chronometer.end_step()
         if self.world.size > 1 and (not self.step & (self.step - 1) or self.step % CHECK_EVERY == 0):
             check_in_step()
-        self._stop_signal.check_time()
-        stop = self._flush()
-        self.losses.end_step([self._stop_signal.flag, self._steps.shapes, self._steps.shapes**2])
-        if self._folder is not None:
-            lr = self._pairs[0].optimizer.param_groups[0]["lr"] if self._pairs else 0.0
-            skipped = self._steps.keys.skipped
-            self._folder.stepped(self.step, batch.epoch, batch.samples, float(lr), seconds, skipped=skipped)
-        if self.world.size == 1:
-            stop = bool(self._stop_signal.flag)
+        self._samples += batch.samples
+        lr = float(self._pairs[0].optimizer.param_groups[0]["lr"]) if self._pairs else 0.0
+        skipped, shapes = self._steps.keys.skipped, self._steps.shapes
+        record = Record(self.step, batch.epoch, self._samples, 0.0, lr, seconds, norm=None, skipped=skipped, flag=0.0)
+        signals, *_ = self._log.end_step(record, shapes, shapes**2) or [0.0]
+        stop = signals > 0
         if self._folder is not None and (last or stop or not self.step % self._save_every):
             self.save()
         return stop
 
-    def _flush(self) -> bool:
-        """Waits for the last step's sums, and writes its losses; returns whether there was a signal.
-
-        Raises:
-            UsageError: the processes had samples of different shapes.
-        """
-        sums = self.losses.sums()
-        if sums is None:
-            return False
-        (signals, shapes, squares), losses = sums
+    def _refuse_other_shapes(self, sums: Sequence[float]) -> None:
+        """Raises UsageError if the processes had samples of different shapes in the step of these sums."""
+        _, shapes, squares = sums
         if shapes * shapes != squares * self.world.size:
             raise UsageError(
                 "batches(): samples of a batch have different shapes, or types: give collate=, which makes a batch of "
                 "the list of all its samples"
             )
-        if self._folder is not None:
-            self._folder.reduced(losses)
-        return signals > 0
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -459,13 +434,13 @@ class Loop:
         self.chronometer.finish()
         try:
             if error is None:
-                self._flush()
-                self._steps.end(self, None)
+                self._log.flush()
+                self._steps.end(self._log, None)
         except GrappeError as problem:
             error = problem
             raise
         finally:
-            self._steps.end(self, error)
+            self._steps.end(self._log, error)
             if self._folder is not None:
                 self._folder.close(self.step, error, interrupted=interrupted)
         if error is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,12 +74,14 @@ class KeptObjects:
 
     def refuse_others(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
         """Raises UsageError if a schedule or an average of these, or a loss scaler, is not kept."""
-        kept = set(map(id, self._with_parts(self._objects.values())))
-        ours, classes = set(map(id, optimizers)), set(map(type, models))
+        kept = list(self._objects.values())
+        for each in kept:  # and of each the schedules that it is made of, as SequentialLR is
+            kept += schedulers_of(each)
+        ids, ours, classes = set(map(id, kept)), set(map(id, optimizers)), set(map(type, models))
         gc.collect()  # or what a script or a cell made before would be found
         for item in gc.get_objects():
             kind = next((kind for kind in NAMES if issubclass(type(item), kind)), None)
-            if kind is None or id(item) in kept:
+            if kind is None or id(item) in ids:
                 continue
             if kind is LRScheduler and id(getattr(item, "optimizer", None)) not in ours:
                 continue
@@ -89,13 +91,6 @@ class KeptObjects:
                 f"a resumed loop would begin the {type(item).__name__} again: put it into the checkpoints with "
                 f"loop.keep({NAMES[kind]}=…), before the first batch"
             )
-
-    def _with_parts(self, objects: Iterable[Any]) -> list[Any]:
-        """Lists objects and the schedules that they are made of, as SequentialLR is."""
-        parts = list(objects)
-        for each in parts:
-            parts += schedulers_of(each)
-        return parts
 
 
 class _GeneratorState:

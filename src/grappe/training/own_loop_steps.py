@@ -8,12 +8,11 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from grappe.data.arrays import in_memory, one_by_one
 from grappe.data.batch import Batch
@@ -27,28 +26,19 @@ from grappe.errors.user_code import sentence
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_leaves, tree_map
-from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.phases import BACKWARD, FORWARD
 from grappe.rows.context import RowsContext
 from grappe.rows.plans import activate
 from grappe.rows.tensor import Placement, from_local
 from grappe.task import Task, fields
-from grappe.training.interception import Begin, StepHandler, intercepted
+from grappe.training.interception import StepHandler, intercepted
+from grappe.training.own_loop_run import StepLog
 from grappe.training.own_loop_world import Joined
 from grappe.training.plan_keys import PlanKeys, gradients_summed
 from grappe.training.random_state import random_state, set_random_state
 from grappe.training.rows_step import SpreadSteps, rows_context
-from grappe.training.step_losses import StepLosses
 
 SHAPES = 1 << 20
 """Number of hashes of shapes: the square of one is exact in float64, summed over processes, too."""
-
-
-class OpenLoop(Protocol):
-    """A loop that has not ended."""
-
-    chronometer: Chronometer
-    losses: StepLosses
 
 
 class LoopSteps(StepHandler):
@@ -59,74 +49,53 @@ class LoopSteps(StepHandler):
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.world, self.keys = world, PlanKeys(plan, world)
-        self.spread: SpreadSteps | None = None
         if world.size > 1 and Joined.context is None:
             Joined.context = rows_context(world, Path(sys.argv[0]).absolute().parent)
             Joined.until_left.enter_context(activate(Joined.context))
             if plan.uses_fsdp:
                 Joined.until_left.enter_context(gradients_summed(world))
-        if world.size > 1 or self.keys.names:
-            self.spread = SpreadSteps(world, self.keys, Joined.context or RowsContext())
-        self._inner = self.spread or StepHandler()
+        self.inner = self.spread = SpreadSteps(world, self.keys, Joined.context or RowsContext())
         self._undo = contextlib.ExitStack()
         self._undo.callback(torch.set_default_dtype, torch.get_default_dtype())  # which precision=fp64 sets
         self._undo.enter_context(intercepted(self))
-        if self.spread is not None:
-            self._undo.enter_context(self.spread.running())
-        self._open: list[OpenLoop] = []
-        self.running: OpenLoop | None = None
+        self._undo.enter_context(self.spread.running())
+        self._open: list[StepLog] = []
+        """The logs of the loops that have not ended."""
+        self.running: StepLog | None = None
+        """That of the loop whose body runs."""
         self.shapes = 0
         """A hash of the shapes and types of the last batch's samples, which are alike on all processes."""
 
     @classmethod
-    def of(cls, plan: Plan, world: World, loop: OpenLoop) -> LoopSteps:
-        """Returns the steps of the open loops, which `loop` joins. All draw alike from now on. Collective."""
+    def of(cls, plan: Plan, world: World, began: float) -> tuple[LoopSteps, StepLog]:
+        """Returns the steps of the open loops, and the log of one that joins them. All draw alike then. Collective."""
         steps = cls.now = cls.now or cls(plan, world)
-        steps._open.append(loop)
+        log = StepLog(world, began, steps.spread)
+        steps._open.append(log)
         if world.size > 1:
             set_random_state(world.share(random_state()))
-        return steps
+        return steps, log
 
-    def end(self, loop: OpenLoop, error: BaseException | None) -> None:
+    def end(self, log: StepLog, error: BaseException | None) -> None:
         """Ends a loop, once. Collective without an error."""
-        if loop not in self._open:
+        if log not in self._open:
             return
-        self._open.remove(loop)
+        self._open.remove(log)
         if self._open:
             return
         try:
-            if error is None and self.spread is not None:
+            if error is None:
                 self.spread.close()
         finally:
             LoopSteps.now = None
             self._undo.close()
 
-    def begun(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
-        """Begins an iteration of a loader of the script's own."""
-        return self._inner.begun(loader, begin)
-
-    def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
-        """Returns the batches of a loader of the script's own."""
-        return self._inner.batches(loader, begin)
-
     def backward(self, loss: Tensor, run: Callable[[float], None]) -> None:
         """Runs a backward; in a loop's body its time and its loss are noted."""
-        loop = self.running
-        if loop is None:
-            self._inner.backward(loss, run)
-            return
-        loop.chronometer.switch(BACKWARD)
-        self._inner.backward(loss, run)
-        loop.losses.add(self._inner.own_term(loss))
-        loop.chronometer.switch(FORWARD)
-
-    def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Notes an optimizer, once."""
-        self._inner.add_optimizer(optimizer)
-
-    def loading(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which batches are loaded."""
-        return contextlib.nullcontext() if self.spread is None else self.spread.loading()
+        if self.running is None:
+            super().backward(loss, run)
+        else:
+            self.running.backward(loss, run)
 
     def loader(
         self,
@@ -155,7 +124,7 @@ class LoopSteps(StepHandler):
         source = make(task, samples, plan, world)
         if world.data_size == 1:
             return LoopLoader(source, self, own=True)
-        with self.loading():
+        with self.spread.loading():
             own = collate is None and _is_of_rows(source) if arrays is None else arrays.transform is not None
         if own:
             return LoopLoader(source, self, own=True)
@@ -176,7 +145,7 @@ class LoopLoader:
         taken = self._loader.batches(start, stop)
         try:
             while True:
-                with self._steps.loading():
+                with self._steps.spread.loading():
                     batch = next(taken, None)
                 if batch is None:
                     return
@@ -191,7 +160,7 @@ class LoopLoader:
         without_targets = isinstance(micro.targets, tuple) and not micro.targets  # as LoopBatches makes it
         taken = micro.inputs if without_targets else (micro.inputs, micro.targets)
         steps, size = self._steps, self._steps.world.data_size
-        if size == 1 or steps.spread is None:
+        if size == 1:
             return taken
         if not self._own:
             return steps.spread.split(taken)

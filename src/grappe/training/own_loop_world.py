@@ -52,18 +52,13 @@ def leave() -> None:
         time.sleep(EXIT_SECONDS)
 
 
-def become(process: ProcessRank, rendezvous_folder: Path) -> None:
-    """Makes this process one of a local launch's, for the loops of the script that it runs."""
-    Joined.process, Joined.folder = process, rendezvous_folder
-
-
 @contextlib.contextmanager
 def as_a_program(process: ProcessRank, folder: Path) -> Iterator[None]:
     """Context of a user's program in one of a local launch's processes: its terminal, its signals, its exit functions.
 
     Process 0 has the terminal.
     """
-    become(process, folder)
+    Joined.process, Joined.folder = process, folder
     stream = user_stream(process)
     if stream is not None:
         os.dup2(stream.fileno(), 1)

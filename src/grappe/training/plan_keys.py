@@ -18,16 +18,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from grappe.checkpoint.weights import gathered
 from grappe.data.batch import stored_in
 from grappe.data.collate import in_float64
 from grappe.errors import TaskError
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.private_api.torch import gradient_hooks, sharded_draws, tree_leaves, tree_map
+from grappe.private_api.torch import gradient_hooks, gradients_handed_over, sharded_draws, tree_leaves, tree_map
 from grappe.rows.context import NOW
+from grappe.rows.tensor import own_term
+from grappe.step.clip import backward_scaled, gradient_norm
+from grappe.step.closure import gradients_first, needs_closure
 from grappe.step.precision import LossScale, set_gpu_arithmetic
 from grappe.training.interception import PLANS_FORWARD, alive, parameters_of, replaced
 
@@ -53,11 +58,6 @@ class PlanKeys:
             self.unsaved = "shard=… cuts its tensors into pieces: replicate=… has checkpoints"
         elif self.scale.is_dynamic:
             self.unsaved = "precision=fp16 leaves out steps by what it sees: take bf16"
-
-    def text(self, key: str) -> str:
-        """Returns a key as the plan writes it."""
-        value = getattr(self.plan, key)
-        return key if value is True else f"{key}={value}"
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer], units: Sequence[nn.Module] | None = None
@@ -110,7 +110,8 @@ class PlanKeys:
             set_gpu_arithmetic(plan.precision)
         if plan.precision == "fp64":
             torch.set_default_dtype(torch.float64)
-            model.to(stored_in(plan)).forward = _taking_float64(model.forward)
+            forward = model.to(stored_in(plan)).forward
+            model.forward = lambda *arguments, **options: forward(*in_float64(arguments), **in_float64(options))
         if units is None:
             units = [model.get_submodule(name) for name in repeated_blocks(model)]
         # Batch normalisation has a rule for rows. So have gradients: each process's are terms of a sum.
@@ -127,11 +128,6 @@ class PlanKeys:
 
     def backward(self, optimizers: Sequence[Optimizer], run: Callable[[float], None]) -> None:
         """Runs a backward, in fp16 of the scaled loss, and unscales the gradients."""
-        if not self.scale.is_dynamic:
-            run(1.0)
-            return
-        from grappe.step.clip import backward_scaled
-
         backward_scaled(self.scale, lambda: parameters_of(optimizers), run)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -142,9 +138,6 @@ class PlanKeys:
         """
         if not self.scale.is_dynamic:
             return
-        from grappe.step.clip import gradient_norm
-        from grappe.step.closure import gradients_first, needs_closure
-
         if needs_closure(optimizer) and not gradients_first(optimizer):
             raise TaskError(f"{type(optimizer).__name__} computes its gradients in a closure: leave precision=fp16 out")
 
@@ -183,28 +176,12 @@ def _variable(owner: Any, renewed: Mapping[int, Tensor]) -> str:
     return next((name for name, each in names.items() if each is owner), f"a {type(owner).__name__} of its own")
 
 
-def _taking_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments, **options: forward(*in_float64(arguments), **in_float64(options))
-
-
 # ---- Shards ------------------------------------------------------------------------------------------------
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """Returns the whole of a tensor that may be sharded."""
-    if type(tensor).__name__ != "DTensor":
-        return tensor
-    from grappe.checkpoint import weights  # imports torch.distributed.tensor, a third of the imports
-
-    return weights.gathered(tensor)
 
 
 @contextlib.contextmanager
 def gradients_summed(world: World) -> Iterator[None]:
     """Context of a script whose models are sharded: gradients are terms of a sum."""
-    from grappe.private_api.torch import gradients_handed_over
-    from grappe.rows.tensor import own_term
-
     with gradients_handed_over(lambda gradient: own_term(gradient, world.data_size)):
         yield
 
@@ -212,7 +189,6 @@ def gradients_summed(world: World) -> Iterator[None]:
 @contextlib.contextmanager
 def shards_whole() -> Iterator[None]:
     """Context of a script whose models are sharded: its files hold whole tensors."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
 
     def saving(save: Callable[..., None]) -> Callable[..., None]:
         return lambda value, *arguments, **options: save(tree_map(gathered, value), *arguments, **options)

@@ -41,10 +41,10 @@ from grappe.rows.functions import weight
 from grappe.rows.gradients import GradientSums
 from grappe.rows.own import OwnRows, as_own, as_rows, local_of, new_own, with_own_rows
 from grappe.rows.plans import activate
-from grappe.rows.tensor import Rows, are_rows, full, own_term, split
+from grappe.rows.tensor import Rows, are_rows, full, split
 from grappe.training.interception import Begin, MainThread, StepHandler, parameters_of, replaced
 from grappe.training.plan_keys import PlanKeys
-from grappe.training.shared_workers import SharedWorkers, fetching, loaded_rows
+from grappe.training.shared_workers import begun, fetching, loaded_rows
 
 CHECK_EVERY = 100  # steps, after which the processes compare their weights; at first after 1, 2, 4, …
 REPORTED = 20  # steps, after which it is said what was gathered
@@ -63,11 +63,12 @@ def rows_context(world: World, folder: Path) -> RowsContext:
 
 
 class SpreadSteps(StepHandler):
-    """Handles a script's steps on one of several processes, or on one with a plan's keys."""
+    """Handles a script's steps on one of several processes; on one, it applies the plan's keys."""
 
     def __init__(self, world: World, keys: PlanKeys, context: RowsContext) -> None:
         self._world, self._keys, self._context = world, keys, context
         self.group, self._several = context.group, world.data_size > 1
+        self._changes = self._several or bool(keys.names)
         self._is_local = keys.plan.batchnorm == "local" and self._several
         self._optimizers: list[Optimizer] = []
         # Dictionaries, as the order in a set is each process's own. When the garbage collector takes a module is each
@@ -89,9 +90,7 @@ class SpreadSteps(StepHandler):
         self._batches: list[tuple[str, int]] = []
         """Lines at which the next step to be checked has split a tensor, and checksums."""
         on_one_machine = self._several and world.process.local_size == world.size
-        self._workers = (
-            SharedWorkers(cast("dist.ProcessGroup", dist.new_group(backend="gloo"))) if on_one_machine else None
-        )
+        self._workers = cast("dist.ProcessGroup", dist.new_group(backend="gloo")) if on_one_machine else None
         self._main = MainThread()
         self._depth = self._rows = 0
         self._is_compared = False
@@ -103,18 +102,18 @@ class SpreadSteps(StepHandler):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Context in which the script runs."""
-        functions: list[tuple[Any, str, Any]] = [(nn.Module, "__call__", self._calling)]
-        with contextlib.ExitStack() as undo:
-            if self._several:
-                functions += [
-                    *entries(self._sums),
-                    (MapFetcher, "fetch", fetching),
-                    (torch, "compile", self._uncompiled),
-                    (nn.DataParallel, "forward", _undivided),
-                    *((kind, "forward", self._normalising) for kind in _norm_kinds() if self._is_local),
-                ]
-            undo.enter_context(activate(self._context))
-            undo.enter_context(replaced(*functions))
+        functions: list[tuple[Any, str, Any]] = [(nn.Module, "__call__", self._calling)] if self._changes else []
+        if self._several:
+            functions += [
+                *entries(self._sums),
+                (MapFetcher, "fetch", fetching),
+                (torch, "compile", self._uncompiled),
+                (nn.DataParallel, "forward", _undivided),
+            ]
+        if self._is_local:
+            kinds = (BatchNormBase, *BatchNormBase.__subclasses__())
+            functions += [(kind, "forward", self._normalising) for kind in kinds if "forward" in vars(kind)]
+        with activate(self._context), replaced(*functions):
             yield
 
     @contextlib.contextmanager
@@ -130,9 +129,13 @@ class SpreadSteps(StepHandler):
 
     def begun(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Begins an iteration of a loader, whose workers the processes of a machine share."""
-        return self._workers.begun(loader, begin) if self._workers is not None and self._main else begin()
+        return begun(loader, begin, self._workers) if self._workers is not None and self._main else begin()
 
     def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
+        """Returns a loader's batches, of which one process without a key changes nothing."""
+        return self._changed(loader, begin) if self._changes else begin()
+
+    def _changed(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Yields a loader's batches, whose tensors with as many rows as most of them have are rows."""
         iterator = begin()
         while self._main:
@@ -270,10 +273,6 @@ class SpreadSteps(StepHandler):
             run = lambda by: self._sums.backward(self._trained(), lambda: plain(by))  # noqa: E731
         self._keys.backward(self._optimizers, run)
 
-    def own_term(self, loss: Tensor) -> Tensor:
-        """Returns this process's term of a loss."""
-        return own_term(loss, self._world.data_size).detach()
-
     def _trained(self) -> list[Tensor]:
         """Returns the parameters whose gradients go in one message; another one's is summed where it is read."""
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -287,8 +286,8 @@ class SpreadSteps(StepHandler):
         return self._parameters
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Notes an optimizer."""
-        if any(each is optimizer for each in self._optimizers):
+        """Notes an optimizer, if its steps are to be changed."""
+        if not self._changes or any(each is optimizer for each in self._optimizers):
             return
         self._optimizers.append(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
@@ -305,7 +304,9 @@ class SpreadSteps(StepHandler):
             return
         self.steps += 1
         if self._keys.names and not self._keys.on:
-            text = self._keys.text(self._keys.names[0])
+            key = self._keys.names[0]
+            value = getattr(self._keys.plan, key)
+            text = key if value is True else f"{key}={value}"
             raise TaskError(f"{text} has no model: a step calls no torch.nn.Module that is trained")
         if self._moved:
             statistics = [each for module in self._moved for each in module.buffers() if each.is_floating_point()]
@@ -345,6 +346,8 @@ class SpreadSteps(StepHandler):
         Raises:
             DivergedError: they differ.
         """
+        if not self._several:
+            return
         tensors = {(-1, number): each for number, each in enumerate(parameters_of(self._optimizers))}
         trained = {id(each) for each in tensors.values()}
         for module, first in list(self._modules.items()):
@@ -367,10 +370,8 @@ class SpreadSteps(StepHandler):
 
     def close(self) -> None:
         """Says what was gathered, and compares the weights a last time. Collective."""
-        if not self._several:
-            return
         self._check_weights()
-        if self.steps and not self._context.dispatched and not self._world.rank:
+        if self._several and self.steps and not self._context.dispatched and not self._world.rank:
             complain(
                 f"grappe: nothing was split over {self._world.size} processes: no batch of the script has rows for "
                 "each, so each process computed what one process does"
@@ -408,8 +409,3 @@ def _undivided(_: Callable[..., Any]) -> Callable[..., Any]:
         return parallel.module(*arguments, **options)
 
     return forward
-
-
-def _norm_kinds() -> list[type[nn.Module]]:
-    """Returns the classes that define a batch normalisation's forward."""
-    return [kind for kind in (BatchNormBase, *BatchNormBase.__subclasses__()) if "forward" in vars(kind)]

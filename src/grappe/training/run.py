@@ -355,17 +355,12 @@ class Run(Tabular):
         return (folder / DESCRIPTION).is_file()
 
     @classmethod
-    def create(cls, folder: Path, description: dict[str, Any]) -> Run:
-        """Makes a new run in `folder`, which may exist if it is empty.
+    def begin(cls, folder: Path, description: dict[str, Any]) -> tuple[Run, Made]:
+        """Makes a new run in `folder`, which may exist if it is empty; returns it with the parts that can be undone.
 
         Raises:
             RunError: the folder has other content, or cannot be written.
         """
-        return cls.begin(folder, description)[0]
-
-    @classmethod
-    def begin(cls, folder: Path, description: dict[str, Any]) -> tuple[Run, Made]:
-        """Makes a new run as `create` does; also returns the parts that it made, so that they can be undone."""
         made = Made(folder)
         try:
             with contextlib.suppress(FileExistsError):  # a file in the folder's place is reported below
@@ -391,6 +386,40 @@ class Run(Tabular):
             made.undo()
             raise
         return cls(folder), made
+
+
+@contextlib.contextmanager
+def taken(
+    folder: Path, now: dict[str, Any], refuse: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+) -> Iterator[tuple[Run, dict[str, Any], Lease, Made | None]]:
+    """Context with a run that this process takes, a new one of the description `now` where `folder` has none.
+
+    After an error the lease is given back, and what was made is removed.
+
+    Args:
+        refuse: refuse(before, now) raises RunError if a run with the description `before` cannot be resumed.
+
+    Yields:
+        The run, its description before, the lease, and what was made of a new run.
+    """
+    made = None
+    if Run.is_run(folder):
+        run = Run(folder)
+        before = run.read_description()
+        refuse(before, now)
+    else:
+        run, made = Run.begin(folder, now)
+        before = now
+    lease = Lease(run.folder)
+    lease.take()
+    try:
+        run.clear()
+        yield run, before, lease, made
+    except BaseException:
+        lease.release()
+        if made is not None:
+            made.undo()
+        raise
 
 
 def start_facts(world: World) -> dict[str, Any]:

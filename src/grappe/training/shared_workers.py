@@ -60,26 +60,20 @@ def fetching(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return fetch
 
 
-class SharedWorkers:
-    """The loaders of a script whose workers the processes share.
+def begun(loader: DataLoader[Any], begin: Begin, group: ProcessGroup) -> Iterator[Any]:
+    """Begins an iteration of a loader, whose workers are shared if they are forked and load samples by number.
 
     Args:
         group: all processes, for messages of batches alone.
     """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-
-    def begun(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
-        """Begins an iteration of a loader, whose workers are shared if they are forked and load samples by number."""
-        global _share  # noqa: PLW0603 - forked workers read it
-        if not _can_be_shared(loader):
-            return begin()
-        _share = self._group.rank(), self._group.size()
-        try:
-            return SharedIteration(begin(), loader, self._group)
-        finally:
-            _share = None
+    global _share  # noqa: PLW0603 - forked workers read it
+    if not _can_be_shared(loader):
+        return begin()
+    _share = group.rank(), group.size()
+    try:
+        return SharedIteration(begin(), loader, group)
+    finally:
+        _share = None
 
 
 def _can_be_shared(loader: DataLoader[Any]) -> bool:

@@ -6,22 +6,20 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from grappe.checkpoint.commit import OLDER
 from grappe.checkpoint.foreign_training import Begin
-from grappe.checkpoint.format import Checkpoint, list_checkpoints, step_folder
+from grappe.checkpoint.format import Checkpoint, list_checkpoints
 from grappe.checkpoint.initial import build
 from grappe.checkpoint.lease import Lease
 from grappe.data.batch import stored_in
 from grappe.data.corpus.tokens import check_packed_data
 from grappe.data.sampling import SampleOrder
 from grappe.data.seeded import fingerprint
-from grappe.errors import GrappeError, PlanError, RunError
+from grappe.errors import PlanError, RunError
 from grappe.errors.user_code import naming_user_line
 from grappe.finder import defaults
 from grappe.launch import files
@@ -29,7 +27,7 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.task import Task
 from grappe.training.request import Request
-from grappe.training.run import METRICS, Made, Run, new_folder, restarted, start_facts
+from grappe.training.run import METRICS, Made, Run, new_folder, restarted, start_facts, taken
 from grappe.training.task_reference import field_texts, same_task, source_hash, write_record
 
 ORDER = ("batch_size", "seed")  # the order of samples depends on these, and on the dataset's length
@@ -48,7 +46,7 @@ class StartedRun:
     """Identifies this start of the run."""
     notes: tuple[str, ...]
     """Notes for the user, one line each."""
-    lease: Lease | None
+    lease: Lease | None = None
     """Held by process 0."""
 
     def check_lease(self) -> None:
@@ -75,28 +73,19 @@ def start_run(request: Request, task: Task, data: Data, world: World) -> Iterato
     Raises:
         GrappeError: the run cannot be started; raised on every process.
     """
-    answer: tuple[Any, GrappeError | None] = (None, None)
     lease = made = None
     refused = False
-    if world.rank == 0:
-        try:
-            with naming_user_line(task):
-                folder, described, step, notes, lease, made = _start(request, task, data, world)
-            answer = ((folder, described, step, notes, lease.token), None)
-        except GrappeError as error:
-            answer = (None, error)
+
+    def start() -> StartedRun:
+        nonlocal lease, made
+        with naming_user_line(task):
+            started, lease, made = _start(request, task, data, world)
+        return started
+
     try:
-        start, error = world.share(answer)
-        if error is not None:
-            raise error
-        assert start is not None
-        folder, described, step, notes, token = start
-        run = Run(folder)
-        checkpoint = Checkpoint(folder=step_folder(run.checkpoints, step), step=step)
-        with run.noting_failure(token):
-            yield StartedRun(
-                run=run, description=described, checkpoint=checkpoint, token=token, notes=notes, lease=lease
-            )
+        started = dataclasses.replace(world.first(start), lease=lease)
+        with started.run.noting_failure(started.token):
+            yield started
     except PlanError:
         refused = True
         raise
@@ -107,22 +96,17 @@ def start_run(request: Request, task: Task, data: Data, world: World) -> Iterato
             made.undo()
 
 
-def _start(
-    request: Request, task: Task, data: Data, world: World
-) -> tuple[Path, dict[str, Any], int, tuple[str, ...], Lease, Made | None]:
-    made: Made | None = None
+def _start(request: Request, task: Task, data: Data, world: World) -> tuple[StartedRun, Lease, Made | None]:
     now = description(request, task, data, world)
-    if request.run is None or not Run.is_run(request.run):
-        run, made = Run.begin(request.run or new_folder(request.base, request.task.name), now)
-        before = now
-    else:
-        run = Run(request.run)
-        before = run.read_description()
+    folder = request.run or new_folder(request.base, request.task.name)
+
+    def refuse(before: Mapping[str, Any], _: Mapping[str, Any]) -> None:
         if not same_task(task, before):
             raise RunError(
-                f"{run.folder} is a run of the task {before.get('task')}, not of {request.task.name}: "
+                f"{folder} is a run of the task {before.get('task')}, not of {request.task.name}: "
                 "give another folder with --run, or none for a new one"
             )
+
     begin = None
     if request.weights is not None:
         begin = Begin(
@@ -133,65 +117,46 @@ def _start(
             steps_per_epoch=data.order.steps_per_epoch,
             engine=request.plan.engine,
         )
-    lease = Lease(run.folder)
-    lease.take()
-    try:
-        check = functools.partial(check_packed_data, task, data.train)
-        described, step, notes = _begin(run, task, request.plan, begin, before, now, check, new=made is not None)
+    with taken(folder, now, refuse) as (run, before, lease, made):
+        chosen = run.choose(description=before)
+        described, checkpoint, notes = now, chosen.checkpoint, chosen.passed_over
+        if checkpoint is None and any(OLDER in why for why in chosen.passed_over):
+            raise RunError(
+                f"{run.folder}: {chosen.passed_over[0]}. Go on with the grappe that wrote it, or start a new run"
+            )
+        if checkpoint is None:
+            check = functools.partial(check_packed_data, task, data.train)
+            kind = stored_in(request.plan)
+            notes = (*notes, *build(task, run.checkpoints, begin, before.get("id", ""), kind, check))
+            checkpoint = list_checkpoints(run.checkpoints)[0] if made else run.choose(description=before).checkpoint
+            assert checkpoint is not None, "what was built just now verifies"
+        step = checkpoint.step
+        if made is None:
+            changes = tuple(changed(before, now, defaults(type(task))))
+            _refuse_another_order(run, before, now, step)
+            described = restarted(before, now, step)
+            place = f"restart {described['restarts']} at step {step}"
+            described["changes"] = [*before.get("changes", []), *(f"{place}: {change}" for change in changes)]
+            run.write_description(described)
+            run.cut_back(step)
+            notes = (f"resuming from step {step}" if step else "starting again from step 0", *notes)
+            if step and (engine := checkpoint.read_values().get("engine_name")) != request.plan.engine:
+                notes = (
+                    *notes,
+                    f"from engine {engine} to {request.plan.engine}: only the weights are restored, the optimizer "
+                    "starts again",
+                )
+            if step and (broken := other_bits(before, now)):
+                notes = (*notes, f"exact: other bits from here on than before ({', '.join(broken)})")
+            notes = (*notes, *(f"changed since: {change}" for change in changes))
         notes = (*filter(None, [request.chosen]), *notes)
         module = type(task).__module__
         if module.partition(".")[0] != "grappe":  # the version says what a shipped task is
             run.keep_code(Path(str(getattr(sys.modules.get(module), "__file__", None))))
         unknown = write_record(str(described.get("id", "")), request.task.name, task)
-        return run.folder, described, step, (*notes, unknown) if unknown else notes, lease, made
-    except BaseException:
-        lease.release()
-        if made is not None:
-            made.undo()
-        raise
-
-
-def _begin(
-    run: Run,
-    task: Task,
-    plan: Plan,
-    begin: Begin | None,
-    before: dict[str, Any],
-    now: dict[str, Any],
-    check: Callable[[nn.Module], None],
-    *,
-    new: bool,
-) -> tuple[dict[str, Any], int, tuple[str, ...]]:
-    run.clear()
-    chosen = run.choose(description=before)
-    checkpoint, taken_over = chosen.checkpoint, ()
-    if checkpoint is None and any(OLDER in why for why in chosen.passed_over):
-        raise RunError(
-            f"{run.folder}: {chosen.passed_over[0]}. Go on with the grappe that wrote it, or start a new run"
-        )
-    if checkpoint is None:
-        taken_over = build(task, run.checkpoints, begin, before.get("id", ""), stored_in(plan), check)
-        if new:
-            return now, list_checkpoints(run.checkpoints)[0].step, taken_over
-        checkpoint = run.choose(description=before).checkpoint
-        assert checkpoint is not None, "what was built just now verifies"
-    changes = tuple(changed(before, now, defaults(type(task))))
-    _refuse_another_order(run, before, now, checkpoint.step)
-    described = restarted(before, now, checkpoint.step)
-    place = f"restart {described['restarts']} at step {checkpoint.step}"
-    described["changes"] = [*before.get("changes", []), *(f"{place}: {change}" for change in changes)]
-    run.write_description(described)
-    run.cut_back(checkpoint.step)
-    notes = (*chosen.passed_over, *taken_over)
-    resumed = f"resuming from step {checkpoint.step}" if checkpoint.step else "starting again from step 0"
-    if checkpoint.step and (engine := checkpoint.read_values().get("engine_name")) != plan.engine:
-        notes = (
-            *notes,
-            f"from engine {engine} to {plan.engine}: only the weights are restored, the optimizer starts again",
-        )
-    if checkpoint.step and (broken := other_bits(before, now)):
-        notes = (*notes, f"exact: other bits from here on than before ({', '.join(broken)})")
-    return described, checkpoint.step, (resumed, *notes, *(f"changed since: {change}" for change in changes))
+        notes = (*notes, unknown) if unknown else notes
+        started = StartedRun(run=run, description=described, checkpoint=checkpoint, token=lease.token, notes=notes)
+        return started, lease, made
 
 
 def other_bits(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

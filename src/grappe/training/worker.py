@@ -18,7 +18,6 @@ from grappe.data import loader
 from grappe.data.batch import inside
 from grappe.data.corpus.mixture import drawn_from
 from grappe.data.datasets import dataset_of, prepare, refuse_differing_lengths
-from grappe.data.sampling import SampleOrder
 from grappe.data.source import explaining_ended_workers
 from grappe.data.stream import POSITION, Stream
 from grappe.engines.base import EngineSetup
@@ -43,7 +42,7 @@ from grappe.step.task_contract import metrics_of
 from grappe.task import Task, overrides
 from grappe.training.checked_steps import CheckedSteps, can_be_checked
 from grappe.training.headspace import headspace
-from grappe.training.loop import Session, Training, WeightAverage, naming_overwritten
+from grappe.training.loop import Training, WeightAverage, naming_overwritten
 from grappe.training.memory_choice import with_memory_chosen
 from grappe.training.options import Options
 from grappe.training.out_of_memory import LocalOutOfMemory, reporting_out_of_memory, with_plan_that_fits
@@ -172,7 +171,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                     *_with_clock(request.per_process_watchers, clock),
                 ]
             )
-            session = Session(
+            training = Training(
                 task=task,
                 options=options,
                 info=info,
@@ -212,14 +211,13 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 check=check,
                 first_use=library_memory,
             )
-            training = Training(session)
             if info.start:
                 training.resume(started.checkpoint, tensors)
             hook = gradients_hooked(watchers, lambda: training.step, clock)
             with hook, naming_overwritten(task, batches, plan):
                 outcome = training.run()
 
-        _write_outcome(started.run, outcome, task, info, data.order, meter, world, check)
+        _write_outcome(started.run, outcome, training, meter)
         engine.close()
         world.barrier()
     world.leave()
@@ -336,30 +334,22 @@ def _noise_scale(options: Options, info: RunInfo, world: World) -> NoiseScale | 
     )
 
 
-def _write_outcome(
-    run: Run,
-    outcome: Outcome,
-    task: Task,
-    info: RunInfo,
-    order: SampleOrder,
-    meter: Meter,
-    world: World,
-    check: CheckedSteps | None,
-) -> None:
+def _write_outcome(run: Run, outcome: Outcome, training: Training, meter: Meter) -> None:
     """Writes the training's outcome and its use of resources to run.json. Collective."""
+    world, check = training.world, training.check
     usages = world.gather(meter.usage())
     if world.rank == 0:
         if world.data_size == world.size:  # of equal work alone
             for node, evidence in slow_node(usages).items():
                 doubt(node, evidence, "training")
         costs = [dataclasses.asdict(usage) for usage in usages]
-        metrics = {} if outcome.scores is None else metrics_of(task)
-        run.describe_drawn(functools.partial(drawn_from, order), 0, outcome.step)
+        metrics = {} if outcome.scores is None else metrics_of(training.task)
+        run.describe_drawn(functools.partial(drawn_from, training.batches.order), 0, outcome.step)
         before = run.read_description()
         so_far, checked = used(usages, before.get("used", {})), before.get("checked", {})
         run.describe(
             step=outcome.step,
-            total_steps=info.total_steps,
+            total_steps=training.info.total_steps,
             status=outcome.status,
             used=so_far,
             costs=costs,

@@ -80,7 +80,7 @@ def test_after_an_error_watchers_have_seen_every_step_before_it(tmp_path, monkey
 def test_one_that_wants_each_step_has_all_called_after_each() -> None:
     assert WatcherList([Calls(), Prompt()]).prompt
     assert not WatcherList([Calls()]).prompt
-    assert not WatcherList([Calls()]).wants_gradients
+    assert not WatcherList([Calls()]).wanting_gradients
 
 
 class Slopes(Watcher):

@@ -147,7 +147,7 @@ class Remembering(logger.Logger):
 
 def test_a_step_that_a_killed_start_has_logged_is_not_logged_again(tmp_path: Path) -> None:
     """The first start has saved step 3 and was killed after step 5; the second one begins at step 4."""
-    Run.create(tmp_path / "run", {})
+    Run.begin(tmp_path / "run", {})
 
     def started(first: int, last: int) -> Remembering:
         made = Remembering()

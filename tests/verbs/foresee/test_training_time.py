@@ -37,7 +37,7 @@ def cost(**changes: Any) -> dict[str, Any]:
 
 def made(base: Path, name: str = "digits-1", **changes: Any) -> Run:
     """A run of 100 steps, with two evaluations."""
-    return Run.create(
+    return Run.begin(
         base / name,
         {
             "task": "digits",
@@ -52,7 +52,7 @@ def made(base: Path, name: str = "digits-1", **changes: Any) -> Run:
             "costs": [cost()],
             **changes,
         },
-    )
+    )[0]
 
 
 def with_evaluations(run: Run, *steps: int) -> Run:

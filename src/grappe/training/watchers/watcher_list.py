@@ -24,14 +24,10 @@ class WatcherList:
         self._watchers = watchers
         self.prompt = any(watcher.prompt for watcher in watchers)
         """Whether one of them has to be called after each step."""
-        self._want_gradients = [
+        self.wanting_gradients = [
             watcher for watcher in watchers if type(watcher).gradients_ready is not Watcher.gradients_ready
         ]
-
-    @property
-    def wants_gradients(self) -> bool:
-        """Returns whether a watcher overrides `gradients_ready`."""
-        return bool(self._want_gradients)
+        """Those that override `gradients_ready`."""
 
     def stepped(self, records: Sequence[Record]) -> None:
         """Calls `stepped` of every watcher, once for each step."""
@@ -41,7 +37,7 @@ class WatcherList:
 
     def gradients_ready(self, step: int, parameters: Sequence[tuple[str, Tensor]]) -> None:
         """Calls `gradients_ready` of every watcher that overrides it."""
-        for watcher in self._want_gradients:
+        for watcher in self.wanting_gradients:
             _call(watcher, "gradients_ready", step, parameters)
 
     def call(
@@ -73,7 +69,7 @@ def gradients_hooked(watchers: WatcherList, steps_done: Callable[[], int], chron
         steps_done: returns the number of steps taken.
         chronometer: has the engine's optimizer, and this process's parameters.
     """
-    if not watchers.wants_gradients:
+    if not watchers.wanting_gradients:
         yield
         return
 

@@ -9,17 +9,15 @@ import ast
 import contextlib
 import dataclasses
 import importlib.machinery
-import io
 import itertools
 import os
 import secrets
 import shlex
-import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 
@@ -37,14 +35,14 @@ from grappe.errors.user_line import PACKAGE, is_users_file
 from grappe.launch import files, local
 from grappe.launch.files import RUNS
 from grappe.launch.rank import ProcessRank, rank_from_environment
-from grappe.launch.signals import handled
 from grappe.launch.start import start
 from grappe.launch.terminal import complain, say, write
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.multiprocessing import start_as_python_does
 from grappe.training.run import Run, new_folder
-from grappe.verbs.launch.request import INTERRUPTED, ScriptRequest
 
+INTERRUPTED = 130
+"""The exit code of a Python script that Ctrl-C ends."""
 LOOP = "grappe"
 ITS_OWN = (
     "torch.distributed", "accelerate", "deepspeed", "horovod", "lightning", "pytorch_lightning",
@@ -62,6 +60,32 @@ UNEDITED_KEYS = PROCESS_KEYS | {
 """Keys of a plan that a script for one process can have."""
 LATER_SECONDS = 0.5
 """After which another process than the first reports the script's error: where all fail alike, process 0 shows it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScriptRequest:
+    """A script and the plan of the processes that run it."""
+
+    script: Path
+    arguments: Sequence[str]
+    plan: str
+    """"" for one process."""
+    rendezvous: Mapping[str, str]
+    """MASTER_ADDR and MASTER_PORT, for a script that calls torch.distributed itself."""
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Environment variables of every process."""
+    seed: int = 0
+    """Seed of what the script draws before it seeds itself, the same in all processes."""
+    is_loop: bool = False
+    """Whether it has a grappe.Loop, and so draws from that seed, too."""
+    run: Path | None = None
+    """Folder of the run of a script for one process; None: it becomes none."""
+    steps: int | None = None
+    """Steps after which it ends, as a measurement does, which leaves no file; None: it ends by itself."""
+    save_every: int | None = None
+    """Steps between checkpoints; None: a minute."""
+    catches: bool = False
+    """Whether the script does something of its own on Ctrl-C."""
 
 
 def launch(
@@ -260,7 +284,7 @@ def script_traceback(error: Exception) -> str:
     return "".join(shown.format())
 
 
-def _seed(seed: int) -> None:
+def seed_all(seed: int) -> None:
     """Seeds what every process draws from, until the script does."""
     import random
 
@@ -300,17 +324,21 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
     os.environ.update({PLAN: request.plan, **request.variables})
     is_local = process.launcher == "grappe"
     if is_local and request.run is None:  # else the script is for one process, and must not tell them apart
-        os.environ.update(_as_torchrun(process), **request.rendezvous)
+        torchruns = {"RANK": process.rank, "WORLD_SIZE": process.size}
+        torchruns |= {"LOCAL_RANK": process.local_rank, "LOCAL_WORLD_SIZE": process.local_size}
+        os.environ.update({name: str(number) for name, number in torchruns.items()}, **request.rendezvous)
     code = EXIT_FAILURE
     with as_a_program(process, rendezvous_folder) if is_local else contextlib.nullcontext():
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 code = INTERRUPTED
                 if request.is_loop:
-                    _seed(request.seed)
+                    seed_all(request.seed)
                 if request.run is None:
                     run_as_main(request.script, request.arguments)
                 else:
+                    from grappe.verbs.launch.recorded import run_recorded
+
                     run_recorded(request, process, rendezvous_folder)
                 code = EXIT_OK
         except SystemExit as end:
@@ -350,67 +378,3 @@ def _exit_code(end: SystemExit) -> int:
     if isinstance(end.code, str):
         say(end.code, sys.stderr)
     return end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_FAILURE
-
-
-def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> None:
-    """Runs a script for one process, of whose batches this process takes its rows, and makes it a run."""
-    from grappe.profiling.chronometer import waits_counted
-    from grappe.training.interception import alive, intercepted
-    from grappe.training.own_loop_world import join_world
-    from grappe.training.plan_keys import PlanKeys, gradients_summed, shards_whole
-    from grappe.training.rows_step import SpreadSteps, rows_context
-    from grappe.verbs.launch.recorded import RecordedSteps, ScriptFolder
-    from grappe.verbs.launch.replay import reads_noted
-    from grappe.verbs.launch.surroundings import dates_of_clock, surroundings_shared
-
-    plan, folder = as_plan(request.plan), request.run
-    world = join_world(plan, process, rendezvous_folder)
-    keys = PlanKeys(plan, world)
-    spread = None
-    if world.size > 1 or keys.names:
-        spread = SpreadSteps(world, keys, rows_context(world, request.script.parent))
-    steps = RecordedSteps(
-        lambda: ScriptFolder(request, plan, world),
-        world,
-        plan,
-        spread,
-        unsaved=keys.unsaved,
-        resumes=folder is not None and Run.is_run(folder),
-        save_every=request.save_every,
-        last=request.steps,
-        signals=[number for number in handled() if number != signal.SIGINT or not request.catches],
-        reports=rendezvous_folder,
-    )
-    _seed(request.seed)
-    with (
-        intercepted(steps),
-        surroundings_shared(world),
-        reads_noted(steps.read, steps.clock),
-        dates_of_clock(),
-        waits_counted(steps.chronometer),
-        gradients_summed(world) if plan.shard > 1 else contextlib.nullcontext(),
-        shards_whole() if plan.shard > 1 else contextlib.nullcontext(),
-        contextlib.nullcontext() if spread is None else spread.running(),
-    ):
-        try:
-            run_as_main(request.script, request.arguments)
-            if spread is not None:
-                spread.close()
-            steps.close(None)
-        except BaseException as error:
-            steps.close(error)
-            raise
-        finally:
-            for stream in alive(io.IOBase):  # the process ends without Python's own end
-                with contextlib.suppress(Exception):
-                    stream.flush()
-
-
-def _as_torchrun(process: ProcessRank) -> dict[str, str]:
-    """Returns the variables that torchrun sets, for a script that reads its rank itself."""
-    return {
-        "RANK": str(process.rank),
-        "WORLD_SIZE": str(process.size),
-        "LOCAL_RANK": str(process.local_rank),
-        "LOCAL_WORLD_SIZE": str(process.local_size),
-    }

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import io
 import shlex
+import signal
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,39 +23,42 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from grappe.checkpoint.weights import gathered
 from grappe.errors import EXIT_INTERRUPTED, EXIT_OK, RunError, TaskError, UsageError
 from grappe.launch import files
-from grappe.launch.signals import StopSignal
+from grappe.launch.rank import ProcessRank
+from grappe.launch.signals import handled
 from grappe.launch.terminal import complain
 from grappe.launch.world import World
-from grappe.plan import Plan
+from grappe.plan import Plan, as_plan
 from grappe.profiling import memory
-from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.phases import BACKWARD, CHECKPOINT, DATA, EVALUATION, FORWARD, UPDATE
+from grappe.profiling.chronometer import waits_counted
+from grappe.profiling.phases import CHECKPOINT, DATA, EVALUATION, FORWARD
 from grappe.rows.tensor import full
 from grappe.training.interception import (
     Begin,
     MainThread,
     StepHandler,
     alive,
+    intercepted,
     modules_alive,
     parameters_of,
     rows_of,
 )
-from grappe.training.own_loop_folder import LoopFolder
 from grappe.training.own_loop_objects import KeptObjects
-from grappe.training.plan_keys import gathered
+from grappe.training.own_loop_run import LoopFolder, StepLog
+from grappe.training.own_loop_world import join_world
+from grappe.training.plan_keys import PlanKeys, gradients_summed, shards_whole
 from grappe.training.random_state import as_tensor, from_tensor, random_state, set_random_state, set_state_of, state_of
-from grappe.training.rows_step import SpreadSteps
+from grappe.training.rows_step import SpreadSteps, rows_context
 from grappe.training.run import Run
-from grappe.training.step_losses import StepLosses
 from grappe.training.task_reference import SCRIPT
 from grappe.training.watchdog import IdleWatchdog
 from grappe.training.watchers.base import Record
 from grappe.training.watchers.meter import Meter, used
-from grappe.verbs.launch.replay import Iteration, Replay
-from grappe.verbs.launch.request import INTERRUPTED, ScriptRequest
-from grappe.verbs.launch.surroundings import writing_nothing
+from grappe.verbs.launch.launch import INTERRUPTED, ScriptRequest, run_as_main, seed_all
+from grappe.verbs.launch.replay import Iteration, Replay, reads_noted
+from grappe.verbs.launch.surroundings import dates_of_clock, surroundings_shared, writing_nothing
 from grappe.verbs.launch.variables import Unchanged, Variables, variables_of
 
 T = TypeVar("T")
@@ -66,19 +71,20 @@ class ScriptFolder(LoopFolder):
     """The run of a script."""
 
     def __init__(self, request: ScriptRequest, plan: Plan, world: World) -> None:
-        self._facts: dict[str, Any] = {
-            "task": str(request.script),
-            "class": SCRIPT,
-            "fields": {"arguments": shlex.join(request.arguments)},
-            "source": hashlib.sha256(files.read_bytes(request.script)).hexdigest()[:12],
-        }
+        self._request = request
         assert request.run is not None
         super().__init__(request.run, plan, world, request.seed)
 
     def _description(self, plan: Plan, seed: int) -> dict[str, Any]:
-        return {**super()._description(plan, seed), **self._facts}
+        return super()._description(plan, seed) | {
+            "task": str(self._request.script),
+            "class": SCRIPT,
+            "fields": {"arguments": shlex.join(self._request.arguments)},
+            "source": hashlib.sha256(files.read_bytes(self._request.script)).hexdigest()[:12],
+        }
 
-    def _refuse_another(self, folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    def _refuse_another(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        folder = self.path
         for name, words in (
             ("class", "is no run of a script"),
             ("source", f"was trained with {now['task']} as it was before"),
@@ -95,35 +101,22 @@ class ScriptFolder(LoopFolder):
 class RecordedSteps(StepHandler):
     """Handles a script's steps: writes them down, saves, and passes them on.
 
+    Its run begins at the first step; if there is one already, the script comes back to its checkpoint first.
+
     Args:
-        folder: of the run, made at the first step; if there is a run, the script comes back to its checkpoint first.
-        steps: spread the script over several processes; None: there is one.
+        steps: spread the script over the processes.
         unsaved: why there are no checkpoints; "" if there are.
-        save_every: steps between checkpoints; None: a minute.
-        last: the step after which the script ends, without a checkpoint, or a file that it writes itself from its first
-            step on; None: it ends by itself.
-        signals: on which it saves and ends.
         reports: a folder of all processes, in which they say where they stand still.
     """
 
     def __init__(
-        self,
-        begin_run: Callable[[], ScriptFolder],
-        world: World,
-        plan: Plan,
-        steps: SpreadSteps | None,
-        *,
-        unsaved: str,
-        resumes: bool,
-        save_every: int | None,
-        last: int | None,
-        signals: Sequence[int],
-        reports: Path,
+        self, request: ScriptRequest, plan: Plan, world: World, steps: SpreadSteps, unsaved: str, reports: Path
     ) -> None:
         began = time.perf_counter()
-        self._begin_run, self._world, self._spread, self._save_every = begin_run, world, steps, save_every
-        self._inner = steps or StepHandler()
-        self.chronometer = Chronometer(world.device, began)
+        self._request, self._plan, self._world, self._spread = request, plan, world, steps
+        self.inner = steps
+        self._log = StepLog(world, began, steps)
+        self.chronometer = self._log.chronometer
         self._meter = Meter(
             world, self.chronometer, per_device=plan.per_device, began=began, baseline=memory.resident(),
             loading=lambda: None,
@@ -131,10 +124,8 @@ class RecordedSteps(StepHandler):
         self.step = 0
         self._main = MainThread()
         self._folder: ScriptFolder | None = None
-        self._stop, self._signals, self._last = StopSignal(), signals, last
         self._unwritten = contextlib.ExitStack()
         self._optimizers: list[Optimizer] = []
-        self._losses = StepLosses(world, None if steps is None else steps.group)
         self._lr = 0.0
         self._stepped = False
         self._leader: Iteration | None = None
@@ -142,8 +133,6 @@ class RecordedSteps(StepHandler):
         self._trains: int | None = None
         """Number of the iteration whose batches train now."""
         self._first = self._epochs = self._iterations = self._samples = 0
-        self._all_samples = 0
-        """Of this start's steps."""
         self._live: dict[int, Iteration] = {}
         self._saved_at = time.monotonic()
         self._reads: list[Any] = []
@@ -157,27 +146,23 @@ class RecordedSteps(StepHandler):
             rank=world.rank, size=world.size, folder=reports, phase=lambda: self.chronometer.phase
         )
         self._watchdog.start(0)
-        if resumes:
+        if request.run is not None and Run.is_run(request.run):
             self._open()
 
     def _open(self) -> None:
         """Begins or takes over the run. Collective."""
-        self._folder = self._begin_run()
+        request = self._request
+        self._folder = self._log.folder = ScriptFolder(request, self._plan, self._world)
         self._meter.started(self._folder.info)
-        self._stop.install(self._signals)
-        if self._last is not None:
+        self._log.stop.install([each for each in handled() if each != signal.SIGINT or not request.catches])
+        if request.steps is not None:
             self._unwritten.enter_context(writing_nothing())
         if self._folder.checkpoint is not None:
             self._replay = Replay(self._folder.checkpoint, self._world.rank)
             self._first = self._replay.first
-            if self._spread is not None:
-                self._spread.replaying = True
+            self._spread.replaying = True
 
     # ---- What the script does ------------------------------------------------------------------------------
-
-    def begun(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
-        """Begins an iteration of a loader that loads."""
-        return self._inner.begun(loader, begin)
 
     def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Begins an iteration of a loader, on the way back to a checkpoint one that loads nothing."""
@@ -187,7 +172,7 @@ class RecordedSteps(StepHandler):
             made.plain = begin()
         elif self._replay.computes:
             self._replay.begin()
-        return self._inner.batches(loader, lambda: self._source(made))
+        return super().batches(loader, lambda: self._source(made))
 
     def _source(self, made: Iteration) -> Iterator[Any]:
         """Yields whole batches; a step ends between two of them."""
@@ -231,11 +216,7 @@ class RecordedSteps(StepHandler):
         if self._replay is not None and not self._replay.computes:
             self._replay.backward(self._optimizers)
             return
-        self.chronometer.switch(BACKWARD)
-        self._inner.backward(loss, run)
-        if loss.numel() == 1:
-            self._losses.add(self._inner.own_term(loss))
-        self.chronometer.switch(FORWARD)
+        self._log.backward(loss, run)
 
     def read(self, tensor: Tensor, plain: Callable[[Tensor], T]) -> T:
         """Returns the value of a tensor, on the way back to a checkpoint the one that was read."""
@@ -253,7 +234,8 @@ class RecordedSteps(StepHandler):
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer."""
         self._optimizers.append(optimizer)
-        self._inner.add_optimizer(optimizer)
+        super().add_optimizer(optimizer)
+        self._log.watch(optimizer)
         optimizer.register_step_pre_hook(self._note_update)
         optimizer.register_step_post_hook(lambda *_: self._note_step(optimizer))
         if self._replay is not None:
@@ -270,7 +252,6 @@ class RecordedSteps(StepHandler):
         return step
 
     def _note_update(self, optimizer: Optimizer, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-        self.chronometer.switch(UPDATE)
         if optimizer is self._optimizers[0]:
             self._lr = float(optimizer.param_groups[0]["lr"])
         if len(arguments) > 1 or options:
@@ -279,9 +260,7 @@ class RecordedSteps(StepHandler):
     # ---- Steps ---------------------------------------------------------------------------------------------
 
     def _note_step(self, optimizer: Optimizer) -> None:
-        self.chronometer.switch(FORWARD)
         self._stepped = True
-        self._losses.stepped()
         leader = self._leader
         if leader is None:
             if optimizer is self._optimizers[0]:
@@ -299,56 +278,37 @@ class RecordedSteps(StepHandler):
         self._stepped = False
         seconds = self.chronometer.end_step()
         self.chronometer.switch(FORWARD)
-        samples, self._samples = self._samples, 0
         if self._replay is not None:
+            self._samples = 0
             if self.step == self._replay.step:
                 self._restore(self._replay)
             return
         if self._folder is None:
             self._open()
-        self._stop.check_time()
-        stop, due = self._agreed(seconds, samples)
-        if self._last is not None:
-            if self.step < self._last:
+        place = self.step, max(self._epochs - 1, 0), self._samples
+        record = Record(*place, 0.0, self._lr, seconds, norm=None, skipped=False, flag=0.0)
+        is_due = self._world.rank == 0 and time.monotonic() - self._saved_at > SAVE_SECONDS
+        stop, due = self._log.end_step(record, is_due) or (False, False)
+        self._meter.stepped(record)
+        if self._request.steps is not None:
+            if self.step < self._request.steps:
                 return
             self.close(None)
             raise SystemExit(EXIT_OK)
-        if self._save_every is not None:
-            due = self.step % self._save_every == 0
+        if self._request.save_every is not None:
+            due = self.step % self._request.save_every == 0
         if stop or due:
             self._save()
         if stop:
             self.close(None, interrupted=True)
             raise SystemExit(INTERRUPTED if self._unsaved else EXIT_INTERRUPTED)
 
-    def _agreed(self, seconds: float, samples: int) -> tuple[bool, bool]:
-        """Sums signals and losses while the next step runs; returns whether to stop, and whether to save."""
-        before = self._flush()
-        due = self._world.rank == 0 and time.monotonic() - self._saved_at > SAVE_SECONDS
-        self._losses.end_step([self._stop.flag, due])
-        assert self._folder is not None
-        self._folder.stepped(self.step, max(self._epochs - 1, 0), samples, self._lr, seconds, skipped=False)
-        self._all_samples += samples
-        self._meter.stepped(
-            Record(self.step, 0, self._all_samples, 0.0, self._lr, seconds, norm=None, skipped=False, flag=0.0)
-        )
-        return (bool(self._stop.flag), due) if self._world.size == 1 else before
-
-    def _flush(self) -> tuple[bool, bool]:
-        """Writes the last step with its losses; returns whether to stop, and whether to save. Collective."""
-        sums = self._losses.sums()
-        if sums is None or self._folder is None:
-            return False, False
-        (stop, due), losses = sums
-        self._folder.reduced(losses)
-        return stop > 0, due > 0
-
     # ---- Checkpoints ---------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         """Saves the script's state in the background, where it can be had. Collective."""
         self._saved_at = time.monotonic()
-        self._flush()
+        self._log.flush()
         if self._said:
             return
         assert self._folder is not None
@@ -460,8 +420,7 @@ class RecordedSteps(StepHandler):
             self._replay = None
             self._saved_at = time.monotonic()
             self.chronometer.begin()
-        if self._spread is not None:
-            self._spread.replaying = False
+        self._spread.replaying = False
 
     def _differs(self, replay: Replay, variables: Variables) -> str:
         """Returns what is not as it was at the checkpoint; "" if all is."""
@@ -470,7 +429,7 @@ class RecordedSteps(StepHandler):
         for number, path in enumerate(replay.values["paths"]):
             if path not in variables.tensors:
                 return f"there is no tensor {path}"
-            if variables.tensors[path].shape != replay.shape(number):
+            if variables.tensors[path].shape != replay.tensors.shape(f"script.{number}"):
                 return f"{path} has another shape"
         before = from_tensor(replay.tensors.read("local.0.numbers").clone())
         for path, number in variables.numbers.items():
@@ -509,7 +468,7 @@ class RecordedSteps(StepHandler):
         self._leave_replay()
         self.chronometer.finish()
         if error is None:
-            self._flush()
+            self._log.flush()
             usages = self._world.gather(dataclasses.replace(self._meter.usage(), timing=self.chronometer.timing()))
             if self._folder is not None and self._world.rank == 0:
                 run = Run(self._folder.path)
@@ -527,3 +486,34 @@ def _of_modules() -> list[Tensor]:
         for module in modules_alive()
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     ]
+
+
+def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> None:
+    """Runs a script for one process, of whose batches this process takes its rows, and makes it a run."""
+    plan = as_plan(request.plan)
+    world = join_world(plan, process, rendezvous_folder)
+    keys = PlanKeys(plan, world)
+    spread = SpreadSteps(world, keys, rows_context(world, request.script.parent))
+    steps = RecordedSteps(request, plan, world, spread, keys.unsaved, rendezvous_folder)
+    seed_all(request.seed)
+    with (
+        intercepted(steps),
+        surroundings_shared(world),
+        reads_noted(world, steps.read, steps.clock),
+        dates_of_clock(),
+        waits_counted(steps.chronometer),
+        gradients_summed(world) if plan.shard > 1 else contextlib.nullcontext(),
+        shards_whole() if plan.shard > 1 else contextlib.nullcontext(),
+        spread.running(),
+    ):
+        try:
+            run_as_main(request.script, request.arguments)
+            spread.close()
+            steps.close(None)
+        except BaseException as error:
+            steps.close(error)
+            raise
+        finally:
+            for stream in alive(io.IOBase):  # the process ends without Python's own end
+                with contextlib.suppress(Exception):
+                    stream.flush()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -23,12 +24,13 @@ from grappe.checkpoint.format import Checkpoint
 from grappe.errors import RunError
 from grappe.errors.user_line import is_users_file
 from grappe.launch.terminal import redirected
+from grappe.launch.world import World
 from grappe.private_api.torch import skip_batch, tree_map
 from grappe.rows.tensor import Rows
-from grappe.training.interception import copied, replaced, rows_of
+from grappe.training.interception import MainThread, copied, parameters_of, replaced, rows_of
 from grappe.training.random_state import from_tensor, set_random_state
 from grappe.verbs.launch import surroundings
-from grappe.verbs.launch.surroundings import CLOCKS, TORCH, writing_nothing
+from grappe.verbs.launch.surroundings import CLOCKS, TORCH, by_script, writing_nothing
 
 READS = ("item", "__float__", "__int__", "__index__", "__bool__", "tolist", "numpy")
 """Functions by which a script reads a tensor."""
@@ -114,29 +116,29 @@ class Replay:
 
     def begin(self) -> None:
         """Ends computing: the first batch that trained comes now."""
-        self.computes = False
-        plain = nn.Module.__call__
+        self.computes = runs = False
 
-        def called(module: nn.Module, *arguments: Any, **options: Any) -> Any:
-            if get_worker_info() is not None:  # a worker that was forked meanwhile, and stays
-                return plain(module, *arguments, **options)
-            key = (id(module), module.training, _shape((arguments, options)))
-            if key not in self._outputs:
-                nn.Module.__call__ = plain  # type: ignore[method-assign]
-                try:
-                    self._outputs[key] = plain(module, *arguments, **options)
-                finally:
-                    nn.Module.__call__ = called  # type: ignore[method-assign]
-            return copied(self._outputs[key])
+        def calling(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def called(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+                nonlocal runs
+                if runs or get_worker_info() is not None:  # a worker that was forked meanwhile, and stays
+                    return plain(module, *arguments, **options)
+                key = (id(module), module.training, _shape((arguments, options)))
+                if key not in self._outputs:
+                    runs = True
+                    try:
+                        self._outputs[key] = plain(module, *arguments, **options)
+                    finally:
+                        runs = False
+                return copied(self._outputs[key])
 
-        nn.Module.__call__ = called  # type: ignore[method-assign]
-        self._uncomputed.callback(setattr, nn.Module, "__call__", plain)
+            return called
 
         def zeros(outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, ...]:
             return tuple(map(torch.zeros_like, [inputs] if isinstance(inputs, Tensor) else inputs))
 
-        gradient, torch.autograd.grad = torch.autograd.grad, zeros
-        self._uncomputed.callback(setattr, torch.autograd, "grad", gradient)
+        functions = replaced((nn.Module, "__call__", calling), (torch.autograd, "grad", lambda _: zeros))
+        self._uncomputed.enter_context(functions)
 
     def batches(self, iteration: Iteration) -> Iterator[Any]:
         """Yields batches of the shapes that a loader has, until the checkpoint is reached."""
@@ -162,15 +164,9 @@ class Replay:
 
     def backward(self, optimizers: Sequence[Optimizer]) -> None:
         """Makes gradients, which a script may look at."""
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for each in group["params"]:
-                    if each.requires_grad and each.grad is None:
-                        each.grad = torch.zeros_like(each)
-
-    def shape(self, number: int) -> tuple[int, ...]:
-        """Returns the shape of a variable's tensor."""
-        return self.tensors.shape(f"script.{number}")
+        for each in parameters_of(optimizers):
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
 
     def random(self, name: str, rank: int) -> dict[str, Tensor]:
         """Returns a random state that a process saved."""
@@ -215,13 +211,14 @@ def _cut(batch: Any, rows: int) -> Any:
 
 @contextlib.contextmanager
 def reads_noted(
-    read: Callable[[Tensor, Callable[[Tensor], Any]], Any], clock: Callable[[float], float]
+    world: World, read: Callable[[Tensor, Callable[[Tensor], Any]], Any], clock: Callable[[float], float]
 ) -> Iterator[None]:
-    """Context in which what the script reads goes through `read`, of a tensor, and `clock`.
+    """Context in which what the script reads goes through `read`, of a tensor, and `clock`, of process 0's.
 
     Args:
         read: read(tensor, plain) returns the value that plain(tensor) would.
     """
+    main = MainThread()
 
     def reading(plain: Callable[..., Any]) -> Callable[..., Any]:
         def function(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -235,7 +232,15 @@ def reads_noted(
         return function
 
     def noting(plain: Callable[[], float]) -> Callable[[], float]:
-        return lambda: clock(plain()) if repeats(sys._getframe(1)) else plain()
+        def read_clock() -> float:
+            value, frame = plain(), sys._getframe(1)
+            if world.size > 1 and by_script(frame) and main:
+                shared = torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+                dist.broadcast(shared, 0, group=world.control)
+                value = shared.item()
+            return clock(value) if repeats(frame) else value
+
+        return read_clock
 
     own = [(kind, name) for kind in (Tensor, Rows) for name in READS if name in vars(kind) or kind is Tensor]
     with replaced(*((kind, name, reading) for kind, name in own), *((owner, name, noting) for owner, name in CLOCKS)):

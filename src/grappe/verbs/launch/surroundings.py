@@ -85,7 +85,7 @@ def surroundings_shared(world: World) -> Iterator[None]:
         return lambda: first if by_script(sys._getframe(1)) and main else plain()
 
     hidden = replaced((dist, "is_initialized", _hidden), (os, "getpid", getpid))
-    with hidden, _files_ordered(world), _clocks_shared(world), _entropy_shared(world.share(secrets.randbits(256))):
+    with hidden, _files_ordered(world), _entropy_shared(world.share(secrets.randbits(256))):
         yield
 
 
@@ -363,25 +363,6 @@ def _compiles(frame: FrameType | None) -> bool:
 
 
 # ---- Clocks, and numbers that the system draws -------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _clocks_shared(world: World) -> Iterator[None]:
-    main = MainThread()
-
-    def sharing(plain: Callable[[], float]) -> Callable[[], float]:
-        def read() -> float:
-            value = plain()
-            if not (by_script(sys._getframe(1)) and main):
-                return value
-            shared = torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
-            dist.broadcast(shared, 0, group=world.control)
-            return shared.item()
-
-        return read
-
-    with replaced(*((owner, name, sharing) for owner, name in CLOCKS)):
-        yield
 
 
 @contextlib.contextmanager

@@ -38,8 +38,7 @@ from grappe.training.request import Request, data_folder
 from grappe.training.run import Run
 from grappe.training.task_reference import SCRIPT, TaskReference
 from grappe.training.worker import worker as train_worker
-from grappe.verbs.launch.launch import refuse_plan, request_for_one, start_server
-from grappe.verbs.launch.request import ScriptRequest
+from grappe.verbs.launch.launch import ScriptRequest, refuse_plan, request_for_one, start_server
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.points import Measurement, Measurements, MeasureOptions, ProcessTimes, TimedRun
 from grappe.verbs.submit.jobs import newest_job, submitted
@@ -210,7 +209,7 @@ def worker(asked: tuple[Request, bool], process: ProcessRank, rendezvous_folder:
 
 def script_worker(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> Measurement | None:
     """Runs one process of a launched script for some steps; process 0 returns a point of one trial. Collective."""
-    from grappe.verbs.launch.launch import run_recorded
+    from grappe.verbs.launch.recorded import run_recorded
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
         run_recorded(request, process, rendezvous_folder)

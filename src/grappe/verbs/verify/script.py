@@ -22,8 +22,8 @@ from grappe.errors import GrappeError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan
-from grappe.verbs.launch.launch import refuse_plan, run_recorded, start_server
-from grappe.verbs.launch.request import ScriptRequest
+from grappe.verbs.launch.launch import ScriptRequest, refuse_plan, start_server
+from grappe.verbs.launch.recorded import run_recorded
 from grappe.verbs.verify.against import Agreement
 from grappe.verbs.verify.ported import tensors_of
 from grappe.verbs.verify.runner import BOUND, FACTOR
