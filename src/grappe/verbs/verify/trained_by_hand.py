@@ -28,7 +28,7 @@ from grappe.checkpoint.weights import Weights, named_tensors
 from grappe.data.arrays import in_memory, with_copies
 from grappe.data.batch import BatchRows, SampleIds, inside, stored_in
 from grappe.data.collate import augment, collated, in_float64
-from grappe.data.datasets import drawn_samples, prepare
+from grappe.data.datasets import drawn_samples
 from grappe.data.device_copy import on_device
 from grappe.data.draw import mix, permute, sample_keys
 from grappe.data.loader import in_channels_last
@@ -39,9 +39,6 @@ from grappe.engines.shared.after_step import WORD
 from grappe.engines.shared.carried import CarriedState, attributes_kept, has_rows
 from grappe.engines.shared.watched_forward import sets_before_reads, writes_seen
 from grappe.errors import DivergedError
-from grappe.errors.user_code import naming_user_line
-from grappe.launch.rank import ProcessRank
-from grappe.launch.world import World, join
 from grappe.optimizers.common import begin_training
 from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
@@ -51,8 +48,9 @@ from grappe.step.loss import LossValues, loss_of
 from grappe.step.precision import autocast, in_double, set_gpu_arithmetic
 from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import Task, overrides
+from grappe.training.short_run import TaskProcess
 from grappe.verbs.verify.batch_coupling import Companions, batch_coupled_modules
-from grappe.verbs.verify.instrument import NO_CLIP, NOTHING, Instrumentation, SampleRecorder, instrumented
+from grappe.verbs.verify.instrument import NO_CLIP, NOTHING, Instrumentation, SampleRecorder, all_rows, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
 
 Reorder = Callable[[list[int]], list[int]]
@@ -121,11 +119,11 @@ class ReferenceBatch:
 class ReferenceBatches:
     """Loads the batches of a trial, whose steps may go beyond the end of the training."""
 
-    def __init__(self, task: Task, request: ReferenceRequest, device: torch.device) -> None:
-        self._task, self._device = task, device
+    def __init__(self, task: Task, request: ReferenceRequest, process: TaskProcess) -> None:
+        self._task, self._device = task, process.world.device
         self._slices, self._pieces, self._recorded = request.slices, request.pieces, request.recorded
         self._kind = stored_in(request.plan)
-        self._dataset: Any = task.data("train", request.data)
+        self._dataset: Any = task.data("train", process.data)
         self._drawn = drawn_samples(task, self._dataset)
         if self._drawn is not None:
             self._dataset = with_copies(self._dataset)
@@ -197,7 +195,7 @@ class ReferenceBatches:
 
         plain = collate(everything)
         inputs, targets = augmented(plain, everything)
-        cuttable = _all_rows(plain, len(ids)) and _all_rows((inputs, targets), len(ids))
+        cuttable = all_rows((plain, inputs, targets), len(ids))
         if cuttable:  # if collating the samples in another order puts the rows of each tensor into that order
             places = everything[::-1]
             expected, leaves = tree_leaves(_taken(plain, places)), tree_leaves(collate(places))
@@ -222,12 +220,6 @@ class ReferenceBatches:
 def _taken(batch: tuple[Any, Any], places: list[int]) -> tuple[Any, Any]:
     index = torch.tensor(places)
     return tree_map(lambda leaf: leaf[index.to(leaf.device)], batch)
-
-
-def _all_rows(batch: Any, rows: int) -> bool:
-    """Returns whether all leaves are tensors of the batch's length."""
-    leaves = tree_leaves(batch)
-    return all(isinstance(leaf, Tensor) and bool(leaf.dim()) and len(leaf) == rows for leaf in leaves)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -540,11 +532,8 @@ class TrialStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceRequest:
-    """The input of the plain process."""
+    """The steps that the plain process takes."""
 
-    task: Any
-    """A TaskReference."""
-    data: Path
     steps: int
     folder: Path
     """The folder for the weights after each step."""
@@ -559,6 +548,22 @@ class ReferenceRequest:
     """Steps of a trial, whose samples replace the sample order's."""
     perturbed: bool = False
     """Whether the noise includes models whose parameters were moved by their last bit."""
+
+    @property
+    def process(self) -> Plan:
+        """Returns the plan under which the plain process is started: precision is applied inside."""
+        return Plan(device=self.plan.device, threads=self.plan.threads)
+
+    def begin(self, process: TaskProcess) -> tuple[Task, ReferenceBatches, Callable[..., ReferenceModel]]:
+        """Returns the instrumented task, its batches, and a function that makes models with the initial weights."""
+        set_gpu_arithmetic(self.plan.precision)
+        task = instrumented(process.task, self.instrumentation, SampleRecorder())
+        batches = ReferenceBatches(task, self, process)
+        return (
+            task,
+            batches,
+            functools.partial(ReferenceModel, task, self, built(task), process.world.device, batches.total),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -602,22 +607,11 @@ class Reference:
     """Whether some of them have a row for each sample: a batch of another size would begin with others' rows."""
 
 
-def worker(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: Path) -> Reference:
+def trained(request: ReferenceRequest, process: TaskProcess) -> Reference:
     """Trains on the plain process, and returns what it recorded."""
-    world = join(Plan(device=request.plan.device, threads=request.plan.threads), process, rendezvous_folder)
-    set_gpu_arithmetic(request.plan.precision)
-    plain = request.task.resolve()
-    with naming_user_line(plain):
-        return _trained(plain, request, world)
-
-
-def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
-    prepare(plain, request.data)  # here, before all other processes
-    task = instrumented(plain, request.instrumentation, SampleRecorder())
-    batches = ReferenceBatches(task, request, world.device)
-    weights = built(task)
+    task, batches, new_model = request.begin(process)
     torch.manual_seed(task.seed)
-    probe, rows = task.model().to(world.device).train(), batches.batch(0).slices[0][0]
+    probe, rows = task.model().to(process.world.device).train(), batches.batch(0).slices[0][0]
     if stored_in(request.plan) == torch.float64:
         probe.double()
     written: list[str] = []
@@ -635,7 +629,6 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
     kinds = {name: type(module).__name__ for name, module in probe.named_modules()}
     coupling = batch_coupled_modules(probe, task.forward, rows.part, len(rows.ids))
 
-    new_model = functools.partial(ReferenceModel, task, request, weights, world.device, batches.total)
     model = new_model()
     if random_ops.seen:
         model.recorder = RandomOps(off=request.instrumentation.without_randomness)
@@ -685,10 +678,10 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
     )
 
 
-def load(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: Path) -> tuple[Any, ...]:
+def load(instrumentation: Instrumentation, process: TaskProcess) -> tuple[Any, ...]:
     """Loads a trial's samples, each once."""
-    task = instrumented(request.task.resolve(), request.instrumentation, SampleRecorder())
-    dataset: Any = task.data("train", request.data)
+    task = instrumented(process.task, instrumentation, SampleRecorder())
+    dataset: Any = task.data("train", process.data)
     samples = SeededDataset(dataset, seed=task.seed).__getitems__([(0, i) for i in range(len(dataset))])
     if in_memory(dataset) is not None:  # the ids are with the targets
         return tuple((inputs, target) for inputs, (target, _) in samples)
