@@ -393,9 +393,7 @@ def largest_batches(
     plans: Sequence[AnyPlan],
     data: Path | str | None = None,
     fields: Mapping[str, object] | None = None,
-    *,
     limit: int | None = None,
-    note: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Largest]:
     """Finds the largest batch of each plan, by trying batch sizes.
 
@@ -413,20 +411,8 @@ def largest_batches(
     samples = len(resolved.data("train", request.data))  # type: ignore[arg-type]
     with scratch("largest") as folder:
         for number, plan in enumerate(map(as_plan, plans)):
-
-            def runs(batch: int, plan: Plan = plan, number: int = number) -> bool:
-                """Returns whether a few steps of `batch` samples succeed."""
-                training = dataclasses.replace(request, task=request.task.with_batch(batch), plan=plan)
-                try:
-                    short_training(training, folder / f"{number}-{batch}", limit=limit or _share(plan))
-                except GrappeError as error:
-                    if not OUT_OF_MEMORY.search(str(error)):
-                        raise
-                    note(f"batch {batch} does not fit")
-                    return False
-                note(f"batch {batch} fits")
-                return True
-
+            training = dataclasses.replace(request, plan=plan)
+            runs = functools.partial(_runs, training, folder / str(number), limit or _share(plan))
             fits, fails, batch = 0, None, min(samples, max(plan.data_parallel, resolved.batch_size))
             while fails is None and fits < samples:
                 if runs(batch):
@@ -440,6 +426,18 @@ def largest_batches(
                     break
                 fits, fails = (batch, fails) if runs(batch) else (fits, batch)
             yield Largest(plan=str(plan), batch=fits, too_large=fails)
+
+
+def _runs(training: Request, folder: Path, limit: int | None, batch: int) -> bool:
+    """Returns whether a few steps of `batch` samples succeed."""
+    sized = dataclasses.replace(training, task=training.task.with_batch(batch))
+    try:
+        short_training(sized, folder / str(batch), limit=limit)
+    except GrappeError as error:
+        if not OUT_OF_MEMORY.search(str(error)):
+            raise
+        return False
+    return True
 
 
 def _share(plan: Plan, meminfo: Path = memory.MEMINFO) -> int | None:

@@ -194,7 +194,7 @@ def compare(
         tolerance: the reference whose noise is used if `reference` has measured none.
         without: tensors that are not compared.
     """
-    noise: dict[str, float] = {}
+    noise, floor = dict[str, float](), reference.floor
     rows, details = [], []
     for plain, step, others in zip(reference.steps, steps, (tolerance or reference).steps, strict=False):
         # The largest noise up to each step: diverged values may be close again by chance.
@@ -202,11 +202,11 @@ def compare(
         gaps = {name: gap for name, gap in step.gaps.items() if name not in without}
         apart = {LOSS: relative(plain.loss, step.loss), **gaps}
         apart[NORM] = math.nan if step.norm is None else relative(plain.norm, step.norm)
-        allowed = {name: max(others.floor, FACTOR * noise.get(name, 0.0)) for name in apart}
+        allowed = {name: max(floor, FACTOR * noise.get(name, 0.0)) for name in apart}
         worst = max(gaps, key=lambda name: gaps[name] / allowed[name], default="")
         row = {"plan's loss": step.loss, "reference's loss": plain.loss}
         for word, name in (("loss", LOSS), ("norm", NORM), ("weights", worst)):
-            row[word], row[f"{word} tolerated"] = apart.get(name, 0.0), allowed.get(name, others.floor)
+            row[word], row[f"{word} tolerated"] = apart.get(name, 0.0), allowed.get(name, floor)
             row[f"{word} excess"] = row[word] / row[f"{word} tolerated"]
         row["excess"] = max(
             row["loss excess"], row["weights excess"], row["norm excess"] if step.norm is not None else 0
@@ -232,7 +232,7 @@ def compare(
         norm=max(norms, default=None),
         weights=gaps.get(tensor, 0.0),
         tensor=tensor,
-        tolerance=allowed.get(tensor, reference.steps[0].floor),
+        tolerance=allowed.get(tensor, floor),
         excess=max(row["excess"] for row in rows),
         drifting=drifting,
         steps=tuple(rows),

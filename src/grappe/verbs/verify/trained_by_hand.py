@@ -433,47 +433,38 @@ def _joined(full: Any, *parts: Any) -> Any:
     return torch.cat(rows)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundingTrial:
     """The same training with the rows of each batch in other orders, without random draws, which belong to rows.
 
     Rows move in pairs, since a task may mix pairs. If the model does not couple rows, they run through it in
     parts, else the gradients of partial sums of losses are added: some differences (of a bias whose gradient is
     only rounding, which Adam divides by its own size) appear only then. The loss gets all rows at once.
-
-    Args:
-        roundings: the ways in which it is rounded otherwise, each by a model of its own.
-        off: whether the training itself has no random draws.
     """
 
-    def __init__(
-        self,
-        new_model: Callable[..., ReferenceModel],
-        roundings: Sequence[Rounding],
-        *,
-        drawing: bool,
-        off: bool,
-        independent_rows: bool,
-    ) -> None:
-        self._base = new_model() if drawing else None
-        self._off = off
-        self._independent_rows = independent_rows
-        self._others = [(rounding, new_model(rounding)) for rounding in roundings]
+    base: ReferenceModel | None
+    """Takes the steps without random draws; None: the training has none."""
+    others: Sequence[tuple[Rounding, ReferenceModel]]
+    """The ways in which it is rounded otherwise, each with a model of its own."""
+    off: bool
+    """Whether draws are switched off in the training itself."""
+    independent_rows: bool
 
     def step(
         self, number: int, batch: ReferenceBatch, model: ReferenceModel, result: tuple[float, float]
     ) -> dict[str, float]:
         """Computes the largest relative differences of LOSS, NORM and each tensor, over the other models."""
         with RandomOps(off=True):
-            undrawn = result if self._base is None else self._base.step(number, batch)
+            undrawn = result if self.base is None else self.base.step(number, batch)
         drawn = (*result, model.weights())
-        reordered = (*undrawn, drawn[2] if self._base is None else self._base.weights())
+        reordered = (*undrawn, drawn[2] if self.base is None else self.base.weights())
         noise: dict[str, float] = {}
-        for rounding, other in self._others:
+        for rounding, other in self.others:
             # Rows that stay in their places have the training's own draws: what these put to 0 may decide a tie.
             stays = rounding.reorder is None
             expected_loss, expected_norm, expected = drawn if stays else reordered
-            cut = {"parts": rounding.parts} if self._independent_rows else {"sums": rounding.sums}
-            with RandomOps(off=True) if self._off or not stays else contextlib.nullcontext():
+            cut = {"parts": rounding.parts} if self.independent_rows else {"sums": rounding.sums}
+            with RandomOps(off=True) if self.off or not stays else contextlib.nullcontext():
                 loss, norm = other.step(number, batch.reordered(rounding.reorder), **cut)
             apart = {name: gap(expected[name], tensor) for name, tensor in other.weights().items()}
             apart |= {LOSS: relative(expected_loss, loss), NORM: relative(expected_norm, norm)}
@@ -575,8 +566,6 @@ class ReferenceStep:
     norm: float
     noise: dict[str, float]
     """|a - b| / |a| of LOSS, NORM, and of each tensor in norms."""
-    floor: float
-    """The least difference that is tolerated."""
     draws: tuple[str, ...] = ()
     """Hash of the model's draws, by slice; "" if there were few or none."""
 
@@ -587,6 +576,8 @@ class Reference:
 
     folder: Path
     steps: tuple[ReferenceStep, ...]
+    floor: float
+    """The least difference that is tolerated."""
     per_epoch: int
     draws: tuple[str, ...]
     """Operators of the model that draw random numbers."""
@@ -614,10 +605,9 @@ def trained(request: ReferenceRequest, process: TaskProcess) -> Reference:
     probe, rows = task.model().to(process.world.device).train(), batches.batch(0).slices[0][0]
     if stored_in(request.plan) == torch.float64:
         probe.double()
-    written: list[str] = []
-    carried = CarriedState()
+    written, carried, off = list[str](), CarriedState(), request.instrumentation.without_randomness
     with (
-        RandomOps(off=request.instrumentation.without_randomness) as random_ops,
+        RandomOps(off=off) as random_ops,
         torch.no_grad(),
         inside(rows.sample_ids),
         attributes_kept(probe),
@@ -629,23 +619,22 @@ def trained(request: ReferenceRequest, process: TaskProcess) -> Reference:
     kinds = {name: type(module).__name__ for name, module in probe.named_modules()}
     coupling = batch_coupled_modules(probe, task.forward, rows.part, len(rows.ids))
 
-    model = new_model()
+    model, roundings = new_model(), [*ORDERS]
     if random_ops.seen:
-        model.recorder = RandomOps(off=request.instrumentation.without_randomness)
-    rounding_trial = None
-    if not request.recorded:
-        rounding_trial = RoundingTrial(
-            new_model,
-            (
-                *ORDERS,
-                *([Rounding(channels_last=True)] if request.plan.channels_last else []),
-                *(PERTURBED if request.perturbed else []),
-            ),
-            drawing=bool(random_ops.seen),
-            off=request.instrumentation.without_randomness,
+        model.recorder = RandomOps(off=off)
+    roundings += [Rounding(channels_last=True)] if request.plan.channels_last else []
+    roundings += PERTURBED if request.perturbed else ()
+    trial = (
+        None
+        if request.recorded
+        else RoundingTrial(
+            base=new_model() if random_ops.seen else None,
+            others=[(rounding, new_model(rounding)) for rounding in roundings],
+            off=off,
             # Parts are further forwards, which would change them further.
             independent_rows=coupling.independent_rows and rows.cuttable and not (written or changed),
         )
+    )
     steps = []
     for number in range(request.steps):
         batch = batches.batch(number)
@@ -656,14 +645,14 @@ def trained(request: ReferenceRequest, process: TaskProcess) -> Reference:
             ids=tuple(int(i) % batches.stored for pieces in batch.slices for rows in pieces for i in rows.ids),
             loss=loss,
             norm=norm,
-            noise=rounding_trial.step(number, batch, model, (loss, norm)) if rounding_trial else {},
-            floor=FLOORS[stored_in(request.plan)],
+            noise={} if trial is None else trial.step(number, batch, model, (loss, norm)),
             draws=model.draws,
         )
         steps.append(step)
     return Reference(
         folder=request.folder,
         steps=tuple(steps),
+        floor=FLOORS[stored_in(request.plan)],
         per_epoch=batches.per_epoch,
         draws=tuple(sorted(random_ops.seen)),
         coupled={name: kinds[name] for name in coupling.modules},
