@@ -237,6 +237,15 @@ def overrides(task: Task, method: str) -> bool:
     return getattr(type(task), method) is not getattr(Task, method)
 
 
+def derived(task: Task, **methods: Callable[..., Any]) -> Task:
+    """Returns a copy of `task`, of a class derived from the task's, with the same name and other methods."""
+    kind = type(task)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__annotations__": {}}
+    copy = object.__new__(type(kind.__name__, (kind,), {**names, **methods}))
+    copy.__dict__.update(task.__dict__)
+    return copy
+
+
 def split_name(task: Task, split: str) -> str:
     """Returns the name of a split as it is shown with a score."""
     shared = {"test": "validation (the test set)", "train": "validation (training samples)"}

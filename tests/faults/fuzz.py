@@ -1,5 +1,6 @@
 """Input of the fuzzer: words, JSON, and runs that are damaged as an accident or an attacker would."""
 
+import functools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from grappe.errors import GrappeError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.training.run import Run
+from grappe.training.short_run import with_task
 from grappe.training.task_reference import TaskReference
 from grappe.verbs import evaluate
 from grappe.verbs.load import choose
@@ -107,8 +109,8 @@ def told(verb: Callable[[], object]) -> str:
 def evaluated(folder: Path, task: TaskReference, working_folder: Path) -> None:
     """Evaluates a run in this process."""
     plan, step = Plan.parse("threads=1"), choose(Run(folder))[1].step
-    request = evaluate.EvaluateRequest(run=folder, task=task, plan=plan, split="validation", data=folder, step=step)
-    evaluate.worker(request, ProcessRank(launcher="test"), working_folder)
+    work = functools.partial(evaluate.checkpoint_scores, folder, step, "validation", False, "fp32")
+    with_task(work, task, plan, folder, ProcessRank(launcher="test"), working_folder)
 
 
 def damage(run: Path, outside: Path, todo: list[tuple[str, str, Any]], *, sealed: bool) -> None:

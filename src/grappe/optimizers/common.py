@@ -16,6 +16,26 @@ from grappe.errors import TaskError, nearest
 from grappe.step.clip import local_part, sharded_groups
 
 
+class GroupOptimizer(Optimizer):
+    """Optimizer whose derived classes write `move`, the step of the parameters of a group."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Moves each parameter that has a gradient. Collective where parameters are sharded."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if parameters := [parameter for parameter in group["params"] if parameter.grad is not None]:
+                self.move(parameters, group)
+        return loss
+
+    def move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Moves parameters, which have gradients, by the settings of their group."""
+        raise NotImplementedError
+
+
 def whole_norms(parts: Sequence[Tensor], placed_as: Sequence[Tensor]) -> Tensor:
     """Computes the 2-norm of each whole tensor, float64 [n], alike on every process. Collective where sharded.
 
@@ -69,11 +89,6 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     return local_part(parameter.grad)
 
 
-def with_gradient(group: dict) -> list[nn.Parameter]:
-    """Lists the parameters of a group that the step moves."""
-    return [parameter for parameter in group["params"] if parameter.grad is not None]
-
-
 def adam_direction(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
     """Updates the moments by the gradient and computes m / (sqrt(v) + eps), both without bias, of this process's part.
 
@@ -91,14 +106,6 @@ def adam_direction(parameter: nn.Parameter, state: dict[str, Any], group: dict[s
     square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
     below = square.sqrt().div_((1 - second**step) ** 0.5).add_(group["eps"])
     return mean.div(1 - beta**step).div_(below)
-
-
-def closure_loss(closure: Callable[[], Any] | None) -> Any:
-    """Returns what the closure does, called with gradients as torch's optimizers call it; None where there is none."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def check(name: str, **numbers: float) -> None:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch import nn
 
 from grappe.optimizers.common import (
+    GroupOptimizer,
     adam_direction,
     check,
     check_below_one,
-    closure_loss,
     local_gradient,
     norm_pairs,
     ratio,
-    with_gradient,
 )
 from grappe.step.clip import local_part
 
 
-class LARS(Optimizer):
+class LARS(GroupOptimizer):
     """Layer-wise adaptive rate scaling, for large batches of images.
 
     For each parameter w with gradient g, learning rate lr, weight decay b, momentum m and trust coefficient c::
@@ -64,33 +62,25 @@ class LARS(Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Moves each parameter that has a gradient. Collective where parameters are sharded."""
-        loss = closure_loss(closure)
-        for group in self.param_groups:
-            parameters = with_gradient(group)
-            if not parameters:
-                continue
-            decay = group["weight_decay"]
-            slopes = [local_gradient(parameter) for parameter in parameters]
-            rates = [1.0] * len(parameters)
-            if group["adapt"]:
-                weights, gradients = norm_pairs(parameters, slopes)
-                above, below = group["trust_coefficient"] * weights, gradients + decay * weights
-                # Divided by lr before the minimum: 1 is also the rate of a parameter without a norm.
-                rates = ratio(above, below * (group["lr"] if self._limited else 1.0), slopes[0])
-                rates = rates.clamp_max(1.0) if self._limited else rates
-            for parameter, slope, rate in zip(parameters, slopes, rates, strict=True):
-                state = self.state[parameter]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                weight, velocity = local_part(parameter), local_part(state["momentum_buffer"])
-                gradient = slope.add(weight, alpha=decay)
-                inner, outer = (rate, group["lr"]) if self._limited else (group["lr"] * rate, 1.0)
-                velocity.mul_(group["momentum"]).add_(gradient.mul_(inner))
-                weight.sub_(velocity, alpha=outer)
-        return loss
+    def move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        decay = group["weight_decay"]
+        slopes = [local_gradient(parameter) for parameter in parameters]
+        rates = [1.0] * len(parameters)
+        if group["adapt"]:
+            weights, gradients = norm_pairs(parameters, slopes)
+            above, below = group["trust_coefficient"] * weights, gradients + decay * weights
+            # Divided by lr before the minimum: 1 is also the rate of a parameter without a norm.
+            rates = ratio(above, below * (group["lr"] if self._limited else 1.0), slopes[0])
+            rates = rates.clamp_max(1.0) if self._limited else rates
+        for parameter, slope, rate in zip(parameters, slopes, rates, strict=True):
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            weight, velocity = local_part(parameter), local_part(state["momentum_buffer"])
+            gradient = slope.add(weight, alpha=decay)
+            inner, outer = (rate, group["lr"]) if self._limited else (group["lr"] * rate, 1.0)
+            velocity.mul_(group["momentum"]).add_(gradient.mul_(inner))
+            weight.sub_(velocity, alpha=outer)
 
 
 class LARC(LARS):
@@ -129,7 +119,7 @@ class LARC(LARS):
         )
 
 
-class LAMB(Optimizer):
+class LAMB(GroupOptimizer):
     """Layer-wise adaptive moments, for large batches of text.
 
     For each parameter w with gradient g, learning rate lr, weight decay b, betas b1 and b2::
@@ -163,21 +153,13 @@ class LAMB(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt}
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Moves each parameter that has a gradient. Collective where parameters are sharded."""
-        loss = closure_loss(closure)
-        for group in self.param_groups:
-            parameters = with_gradient(group)
-            if not parameters:
-                continue
-            updates = []
-            for parameter in parameters:
-                direction = adam_direction(parameter, self.state[parameter], group)
-                updates.append(direction.add_(local_part(parameter), alpha=group["weight_decay"]))
-            rates = [1.0] * len(parameters)
-            if group["adapt"]:
-                rates = ratio(*norm_pairs(parameters, updates), updates[0]).unbind()
-            for parameter, update, rate in zip(parameters, updates, rates, strict=True):
-                local_part(parameter).sub_(update.mul_(group["lr"] * rate))
-        return loss
+    def move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        updates = []
+        for parameter in parameters:
+            direction = adam_direction(parameter, self.state[parameter], group)
+            updates.append(direction.add_(local_part(parameter), alpha=group["weight_decay"]))
+        rates = [1.0] * len(parameters)
+        if group["adapt"]:
+            rates = ratio(*norm_pairs(parameters, updates), updates[0]).unbind()
+        for parameter, update, rate in zip(parameters, updates, rates, strict=True):
+            local_part(parameter).sub_(update.mul_(group["lr"] * rate))

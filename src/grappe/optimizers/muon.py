@@ -10,11 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from grappe.checkpoint.weights import gathered
 from grappe.errors import TaskError
-from grappe.optimizers.common import adam_direction, check, check_below_one, closure_loss, local_gradient, with_gradient
+from grappe.optimizers.common import GroupOptimizer, adam_direction, check, check_below_one, local_gradient
 from grappe.private_api.torch import local_shape_and_offset
 from grappe.step.clip import local_part
 
@@ -28,7 +27,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 """The factor of an orthogonal update, by the name that torch.optim.Muon gives it too."""
 
 
-class Muon(Optimizer):
+class Muon(GroupOptimizer):
     """Momentum orthogonalised by Newton and Schulz's iteration.
 
     For each matrix W with gradient G, learning rate lr, weight decay b, momentum m::
@@ -89,16 +88,11 @@ class Muon(Optimizer):
         }
         super().__init__(list(_split(params, rest, rest_lr)), defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Moves each parameter that has a gradient. Collective where parameters are sharded."""
-        loss = closure_loss(closure)
-        for group in self.param_groups:
-            update = self._orthogonal if group["muon"] else self._adam
-            for parameter in with_gradient(group):
-                local_part(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-                update(parameter, group)
-        return loss
+    def move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        update = self._orthogonal if group["muon"] else self._adam
+        for parameter in parameters:
+            local_part(parameter).mul_(1 - group["lr"] * group["weight_decay"])
+            update(parameter, group)
 
     def _orthogonal(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
         state, momentum = self.state[parameter], group["momentum"]

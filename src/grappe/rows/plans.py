@@ -140,34 +140,22 @@ PROCEDURES: dict[str, Callable[..., Any]] = {}
 """Functions of (operator, arguments, options) that run instead of an operator; NotImplemented gathers."""
 
 
-def rule(names: str) -> Callable[[Rule], Rule]:
-    """Registers the rule of operators."""
+def _registering(table: dict[str, Any]) -> Callable[[str], Callable[[Any], Any]]:
+    """Makes a decorator that enters a function into a table, under the names of operators."""
 
-    def add(function: Rule) -> Rule:
-        TABLE.update(dict.fromkeys(names.split(), function))
-        return function
+    def register(names: str) -> Callable[[Any], Any]:
+        def add(function: Any) -> Any:
+            table.update(dict.fromkeys(names.split(), function))
+            return function
 
-    return add
+        return add
 
-
-def along(names: str) -> Callable[[Rule], Rule]:
-    """Registers the rule of operators where rows are exchanged; it returns None for other dimensions."""
-
-    def add(function: Rule) -> Rule:
-        ALONG.update(dict.fromkeys(names.split(), function))
-        return function
-
-    return add
+    return register
 
 
-def procedure(names: str) -> Callable[[Any], Any]:
-    """Registers what runs instead of operators."""
-
-    def add(function: Any) -> Any:
-        PROCEDURES.update(dict.fromkeys(names.split(), function))
-        return function
-
-    return add
+rule = _registering(TABLE)
+along = _registering(ALONG)
+procedure = _registering(PROCEDURES)
 
 
 def rule_of(operator: Any) -> Callable[..., Any]:

@@ -4,41 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grappe.checkpoint.commit import read_json, write_json
 from grappe.checkpoint.format import Checkpoint, step_folder
 from grappe.errors import RunError, UsageError, nearest
-from grappe.errors.user_code import naming_user_line
 from grappe.launch import files
-from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
-from grappe.launch.world import joined
-from grappe.plan import AnyPlan, Plan, as_plan
+from grappe.plan import AnyPlan, as_plan
 from grappe.step.scores import Scores
 from grappe.task import SPLITS, Task, split_name
 from grappe.training.run import SCORES, Run
-from grappe.training.task_reference import TaskReference, resolve_task
+from grappe.training.short_run import TaskProcess, short_run
+from grappe.training.task_reference import resolve_task
 from grappe.verbs.load import choose, data_of
 
 if TYPE_CHECKING:
     from grappe.plan import Rounding
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateRequest:
-    """The input of an evaluation's processes."""
-
-    run: Path
-    task: TaskReference
-    plan: Plan
-    split: str
-    data: Path
-    step: int
-    """Of the checkpoint, which has been verified."""
-    trained: bool = False
-    rounding: Rounding = "fp32"
 
 
 def evaluate(
@@ -73,17 +57,9 @@ def evaluate(
         raise UsageError(f"split={split}: {nearest(split, SPLITS)}")
     reference = resolve_task(run, task)
     choice, chosen = choose(run, checkpoint)
-    request = EvaluateRequest(
-        run=run.folder,
-        task=reference,
-        plan=as_plan(plan),
-        split=split,
-        data=data_of(run, data),
-        step=chosen.step,
-        trained=trained,
-        rounding=rounding,
-    )
-    scores = start("grappe.verbs.evaluate:worker", request, request.plan, run=run.folder)
+    work = functools.partial(checkpoint_scores, run.folder, chosen.step, split, trained, rounding)
+    launcher = functools.partial(start, run=run.folder)
+    scores = short_run(work, reference, as_plan(plan), data_of(run, data), run=launcher)
     if rounding == "fp32" and not trained:
         with contextlib.suppress(OSError, RunError):  # another user's run
             kept = read_json(run.folder / SCORES) if files.kind(run.folder / SCORES) else {}
@@ -92,30 +68,18 @@ def evaluate(
     return dataclasses.replace(scores, checkpoint=chosen.folder.name, why=choice.reason)
 
 
-def worker(request: EvaluateRequest, process: ProcessRank, rendezvous_folder: Path) -> Scores:
-    """Runs one process of an evaluation. Collective."""
-    from grappe import engines
+def checkpoint_scores(
+    run: Path, step: int, split: str, trained: bool, rounding: Rounding, process: TaskProcess
+) -> Scores:
+    """Evaluates the checkpoint of a step, which has been verified. Collective."""
     from grappe.checkpoint.rounding import rounded
     from grappe.data import loader
-    from grappe.data.datasets import dataset_of, prepare
-    from grappe.engines.base import EngineSetup
+    from grappe.data.datasets import dataset_of
 
-    plan = request.plan
-    with joined(plan, process, rendezvous_folder) as world:
-        task = request.task.resolve()
-        prepare(task, request.data, world)
-        batches = loader.evaluation_loader(task, dataset_of(task, request.split, request.data), plan, world)
-        folder = step_folder(Run(request.run).checkpoints, request.step)
-        weights = Checkpoint(folder=folder, step=request.step).read_model(averaged=not request.trained)
-        with naming_user_line(task):
-            setup = EngineSetup(
-                task=task,
-                plan=plan,
-                world=world,
-                weights=rounded(weights, request.rounding),
-                total_steps=1,
-                sample_inputs=batches.example(),
-            )
-            with engines.running(setup) as engine:
-                scores = engine.evaluate(batches.batches(0, batches.order.steps_per_epoch), batches.order.length)
-                return dataclasses.replace(scores, split=split_name(task, request.split))
+    task = process.task
+    batches = loader.evaluation_loader(task, dataset_of(task, split, process.data), process.plan, process.world)
+    folder = step_folder(Run(run).checkpoints, step)
+    weights = Checkpoint(folder=folder, step=step).read_model(averaged=not trained)
+    with process.engine(task, batches, 1, weights=rounded(weights, rounding)) as engine:
+        scores = engine.evaluate(batches.batches(0, batches.order.steps_per_epoch), batches.order.length)
+        return dataclasses.replace(scores, split=split_name(task, split))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,19 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from grappe.errors import DivergedError, TaskError, UsageError
-from grappe.errors.user_code import naming_user_line
 from grappe.fields import at_least
 from grappe.language import translated_name
-from grappe.launch.rank import ProcessRank
-from grappe.launch.start import start
 from grappe.plan import AnyPlan, as_plan
-from grappe.task import Task
-from grappe.training.request import Request, data_folder
+from grappe.task import Task, derived
+from grappe.training.request import data_folder
+from grappe.training.short_run import TaskProcess, short_run
 from grappe.training.task_reference import TaskReference
 from grappe.words import format_number
 
 if TYPE_CHECKING:
-    from grappe.launch.world import World
     from grappe.step.loss import StepResult
 
 COLUMNS, ROWS = 64, 14
@@ -227,16 +225,7 @@ def ramped(task: Task, ramp: Ramp) -> Task:
         own = float(optimizer.param_groups[0]["lr"])
         return LambdaLR(optimizer, lambda step: ramp.at(step, own) / own)
 
-    kind = type(task)
-    methods = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__annotations__": {},
-        "schedule": schedule,
-    }
-    made = object.__new__(type(kind.__name__, (kind,), methods))
-    made.__dict__.update(task.__dict__)
-    return made
+    return derived(task, schedule=schedule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,11 +272,11 @@ def lr_find(
     """
     ramp = ramp or Ramp()
     reference = TaskReference.of(task, fields)
-    request = Request(task=reference, plan=as_plan(plan), data=data_folder(data))
-    own, is_field, curves = start("grappe.verbs.lr_find:worker", (request, ramp), request.plan)
+    chosen = as_plan(plan)
+    own, is_field, curves = short_run(functools.partial(searched, ramp), reference, chosen, data_folder(data))
     return LearningRates(
         task=reference.name,
-        plan=str(request.plan),
+        plan=str(chosen),
         own=own,
         is_field=is_field,
         ramp=ramp,
@@ -296,46 +285,27 @@ def lr_find(
     )
 
 
-def worker(
-    asked: tuple[Request, Ramp], process: ProcessRank, rendezvous_folder: Path
-) -> tuple[float, bool, tuple[LossCurve, ...]]:
-    """Runs one process of a search: the task's own learning rate, whether it is a field, the curves. Collective."""
+def searched(ramp: Ramp, process: TaskProcess) -> tuple[float, bool, tuple[LossCurve, ...]]:
+    """Returns the task's own learning rate, whether it is a field, and the curves. Collective."""
     from grappe.engines.shared.state import trained_parameters
-    from grappe.launch.world import joined
     from grappe.parallel.materialise import on_meta
 
-    request, ramp = asked
-    task = request.task.resolve()
+    task = process.task
     own = float(task.optimizer(trained_parameters(on_meta(task))).param_groups[0]["lr"])
     ramp.ends(own)
-    with joined(request.plan, process, rendezvous_folder) as world, naming_user_line(task):
-        curves = tuple(
-            _curve(request, ramp, dataclasses.replace(task, seed=task.seed + number), world)
-            for number in range(ramp.seeds)
-        )
+    curves = tuple(
+        _curve(process, ramp, dataclasses.replace(task, seed=task.seed + number)) for number in range(ramp.seeds)
+    )
     return own, getattr(task, "lr", None) == own, curves
 
 
-def _curve(request: Request, ramp: Ramp, task: Task, world: World) -> LossCurve:
-    from grappe import engines
-    from grappe.checkpoint.initial import built
+def _curve(process: TaskProcess, ramp: Ramp, task: Task) -> LossCurve:
     from grappe.data import loader
-    from grappe.data.datasets import dataset_of, prepare
+    from grappe.data.datasets import dataset_of
     from grappe.data.stream import head
-    from grappe.engines.base import EngineSetup
 
-    prepare(task, request.data, world)
-    dataset = head(dataset_of(task, "train", request.data), ramp.steps * task.batch_size)
-    batches = loader.training_loader(task, dataset, request.plan, world)
-    setup = EngineSetup(
-        task=ramped(task, ramp),
-        plan=request.plan,
-        world=world,
-        weights=built(task),
-        total_steps=ramp.steps,
-        sample_inputs=batches.example(),
-        samples=len(dataset),
-    )
+    dataset = head(dataset_of(task, "train", process.data), ramp.steps * task.batch_size)
+    batches = loader.training_loader(task, dataset, process.plan, process.world)
     rates: list[float] = []
     losses: list[float] = []
 
@@ -345,7 +315,7 @@ def _curve(request: Request, ramp: Ramp, task: Task, world: World) -> LossCurve:
         return has_diverged(losses)  # alike on every process: the loss is the global batch's
 
     diverged = False
-    with engines.running(setup) as engine:
+    with process.engine(ramped(task, ramp), batches, ramp.steps, samples=len(dataset)) as engine:
         try:
             engine.train(batches.batches(0, ramp.steps), after)
         except DivergedError:  # DeepSpeed looks at the gradient, too

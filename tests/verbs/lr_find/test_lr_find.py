@@ -1,9 +1,11 @@
 """The same curves under any plan; and nothing is left behind, nor anything of a run touched."""
 
+import functools
 import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 from grappe.errors import TaskError, UsageError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
-from grappe.training.request import Request
+from grappe.training import short_run
 from grappe.training.task_reference import TaskReference
 from grappe.verbs import lr_find as verb
 from tests.faults.resuming import run as train
@@ -24,16 +26,18 @@ from tests.processes import Pool
 RAMP = verb.Ramp(steps=40, seeds=2)
 
 
-def searched(process: ProcessRank, rendezvous_folder: Path, request: tuple[Request, verb.Ramp]) -> tuple:
-    return verb.worker(request, process, rendezvous_folder)
+def searched(process: ProcessRank, rendezvous_folder: Path, asked: Any) -> tuple:
+    return short_run.called(asked, process, rendezvous_folder)
 
 
 def found(
     pool: Pool, plan: str, task: Images, ramp: verb.Ramp = RAMP
 ) -> tuple[float, bool, tuple[verb.LossCurve, ...]]:
     wanted = Plan.parse(f"{plan},threads=1" if plan else "threads=1")
-    request = Request(task=TaskReference.of(task), plan=wanted, data=Path())
-    everyone = pool.run(f"{__name__}:searched", wanted.processes, (request, ramp))
+    asked = functools.partial(
+        short_run.with_task, functools.partial(verb.searched, ramp), TaskReference.of(task), wanted, Path()
+    )
+    everyone = pool.run(f"{__name__}:searched", wanted.processes, asked)
     assert all(one == everyone[0] for one in everyone), "the processes do not agree"
     return everyone[0]
 

@@ -1,5 +1,6 @@
 """grappe predict: what a model gives is shown, whatever kind of tensor it is; what is none is said."""
 
+import functools
 import json
 import os
 from collections import OrderedDict
@@ -18,10 +19,10 @@ from grappe.checkpoint.initial import build
 from grappe.errors import DataError, GrappeError, TaskError, UsageError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
-from grappe.step.scores import Scores
 from grappe.training.run import Run
+from grappe.training.short_run import short_run
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.evaluate import EvaluateRequest, worker
+from grappe.verbs.evaluate import checkpoint_scores
 from grappe.verbs.load import load
 from grappe.verbs.predict import predict as verb
 from grappe.verbs.predict.predict import as_json, rows, save
@@ -220,10 +221,6 @@ def test_a_tensor_without_numbers_is_said() -> None:
         as_json({"score": torch.ones(2, device="meta")})
 
 
-def evaluated(process: ProcessRank, rendezvous_folder: Path, request: EvaluateRequest) -> Scores:
-    return worker(request, process, rendezvous_folder)
-
-
 def computed(process: ProcessRank, rendezvous_folder: Path, request: verb.PredictRequest) -> list[Any]:
     return verb.worker(request, process, rendezvous_folder)
 
@@ -265,8 +262,12 @@ def test_a_model_in_float64_keeps_each_bit_where_a_plan_says_so(pool: Pool, tmp_
     run = Run(train(tmp_path / "run", task, str(plan)).run)
     last = list(run.records("evaluation"))[-1]
     reference, data = TaskReference.of(task, {}), run.folder
-    asked = EvaluateRequest(run=data, task=reference, plan=plan, split="validation", data=data, step=last["step"])
-    assert pool.run("tests.verbs.predict.test_predict:evaluated", 1, asked)[0].loss == last["loss"]
+    scores = functools.partial(checkpoint_scores, data, last["step"], "validation", False, "fp32")
+
+    def pooled(function: str, work: Any, _: Plan) -> Any:
+        return pool.run("tests.parity.planted:planted", 1, function, work, "")[0]
+
+    assert short_run(scores, reference, plan, data, run=pooled).loss == last["loss"]
 
     images = np.random.default_rng(0).normal(size=(3, 3, 8, 8))
     request = verb.PredictRequest(

@@ -13,7 +13,7 @@ from grappe.plan import Plan
 from grappe.sites import find, slurm
 from grappe.sites.sbatch import FEWEST, JobOptions
 from grappe.sites.script import Script
-from grappe.verbs.foresee.run_forecast import in_limited_process
+from grappe.verbs.foresee.run_forecast import traced
 from grappe.verbs.submit import forecast
 from grappe.verbs.submit.forecast import foreseen_warnings, with_gpus, with_sizes
 from grappe.verbs.submit.resources import Submission
@@ -190,14 +190,14 @@ def test_a_task_that_takes_for_ever_is_left(tmp_path: Path, monkeypatch: pytest.
 
 def test_time_of_computing_is_limited_and_not_time_that_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grappe.verbs.foresee.run_forecast.SECONDS", 1)
-    assert in_limited_process(lambda: time.sleep(2) or "waited, as beside others") == "waited, as beside others"
+    assert traced("", lambda: time.sleep(2) or "waited, as beside others") == "waited, as beside others"
 
     def computes() -> str:
         while True:
             pass
 
     with pytest.raises(TaskError, match="take more than 1 s here"):
-        in_limited_process(computes)
+        traced("", computes)
 
 
 def test_the_plan_is_judged_without_advice_where_the_search_fails(tmp_path: Path, monkeypatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from grappe.errors import UsageError
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.verify.against import AgainstRequest, Agreement, compare
+from grappe.verbs.verify.against import Agreement, compare
 
 SCRIPT = """\
 import argparse
@@ -148,14 +148,8 @@ def compared(folder: Path, script: Edit, task: Edit, *more: Edit, steps: int = S
         texts.append(edited)
     for name, text in zip(("script.py", "port.py"), texts, strict=True):
         (folder / name).write_text(text)
-    request = AgainstRequest(
-        task=TaskReference.of(str(folder / "port.py")),
-        data=folder,
-        script=folder / "script.py",
-        arguments=(),
-        steps=steps,
-    )
-    return compare(request, None, folder)  # type: ignore[arg-type]
+    task_of_it = TaskReference.of(str(folder / "port.py"))
+    return compare(task_of_it, folder, folder / "script.py", (), steps, None, folder)  # type: ignore[arg-type]
 
 
 def test_a_port_learns_the_same_over_an_epochs_end(main_program: None, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A record of a plain process says the same of the same machine, and names the step, unit and operator that differ."""
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from grappe import Arrays, Task
 from grappe.errors import UsageError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
+from grappe.training import short_run
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.verify import record
 from grappe.verbs.verify.sketch import CallLog, gaps, moved, sketch
@@ -66,8 +68,9 @@ class Task30(Task):
 def recorded(other: record.Recorded | None = None, precision: str = "fp32") -> record.Recorded:
     reference = TaskReference(name="/home/me/mixed.py", value=Task30())
     plan = Plan.parse(f"threads=1,precision={precision}")
-    request = ReferenceRequest(task=reference, data=Path(), plan=plan, steps=2, folder=Path())
-    return record.worker((request, other), ProcessRank(), Path())
+    request = ReferenceRequest(plan=plan, steps=2, folder=Path())
+    work = functools.partial(record.recorded_steps, request, reference, other)
+    return short_run.with_task(work, reference, request.process, Path(), ProcessRank(), Path())
 
 
 def compared(there: record.Recorded, precision: str = "fp32") -> record.RecordVerdict:

@@ -33,7 +33,7 @@ def test_under_domain_weights_that_differ_first_may_be_rounding(
     monkeypatch.setattr(module, "compare", lambda *_, **__: found)
 
     def run(_worker: str, request: Any, _plan: Plan) -> Any:
-        return SimpleNamespace(folder=request.folder)
+        return SimpleNamespace(folder=request.args[0].args[0].folder)
 
     notes: list[str] = []
     trials = TrialRunner(task=None, data=tmp_path, steps=1, folder=tmp_path, run=run, note=notes.append)  # type: ignore[bad-argument-type]

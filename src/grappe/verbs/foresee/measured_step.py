@@ -20,6 +20,7 @@ from grappe.profiling.phases import WARMUP
 from grappe.training.options import Options
 from grappe.training.request import Request
 from grappe.training.run import Run
+from grappe.training.short_run import short_training
 from grappe.training.task_reference import TaskReference
 from grappe.words import format_bytes
 
@@ -101,16 +102,9 @@ def measured_step(
         GrappeError: the training failed.
     """
     with scratch("foresee") as folder:
-        request = Request(
-            task=task,
-            plan=dataclasses.replace(plan, device=device),
-            data=data,
-            base=folder,
-            run=folder / "run",
-            quiet=True,
-            options=Options(steps=STEPS + WARMUP, steps_only=True, time_limit=seconds),
-        )
-        local("grappe.training.worker:worker", request, plan.processes)
+        options = Options(steps=STEPS + WARMUP, steps_only=True, time_limit=seconds)
+        request = Request(task=task, plan=dataclasses.replace(plan, device=device), data=data, options=options)
+        short_training(request, folder / "run")
         timings = [cost["timing"] for cost in Run(folder / "run").read_description()["costs"]]
     if min(timing["steps"] for timing in timings) < 1:
         raise PlanError(f"none of its steps ended in {seconds:.0f} s")

@@ -33,8 +33,10 @@ WAITING_SECONDS = 600  # for one call, in which a task's code may wait for somet
 MEMORY_BYTES = 4_000_000_000
 
 
-def in_limited_process(work: Callable[[], str]) -> str:
-    """Calls `work` in a process that may not take long, and whose output is not the command's; returns its text.
+def traced(text: str, work: Callable[[], Any]) -> Any:
+    """Calls `work` in a process under limits, while a line shows `text`; returns its result, of JSON's types.
+
+    The process may not take long, and its output is not the command's.
 
     Raises:
         TaskError: the process took longer, or more memory; and what `work` raises.
@@ -53,22 +55,15 @@ def in_limited_process(work: Callable[[], str]) -> str:
         signal.signal(signal.SIGALRM, too_long)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         signal.alarm(WAITING_SECONDS)
-        return work()
+        return json.dumps(work())
 
-    limits = Limits(memory=MEMORY_BYTES, mapped=1 << 40, seconds=10 * SECONDS)
+    progress(text)
     try:
-        return run_in_fork(limited, limits)
+        return json.loads(run_in_fork(limited, Limits(memory=MEMORY_BYTES, mapped=1 << 40, seconds=10 * SECONDS)))
     except LimitReached as error:
         raise TaskError(
             f"tracing the model takes more than {MEMORY_BYTES / 1e9:g} GB of memory here, which grappe foresee may take"
         ) from error
-
-
-def traced(text: str, work: Callable[[], Any]) -> Any:
-    """Calls `work` in a process under limits, while a line shows `text`; returns its result, of JSON's types."""
-    progress(text)
-    try:
-        return json.loads(in_limited_process(lambda: json.dumps(work())))
     finally:
         progress("")
 

@@ -89,8 +89,6 @@ class Intervals:
 class TimeBreakdown:
     """The parts of a step's time under one plan; evaluations and saves are spread over the steps between them."""
 
-    plan: str
-    batch: int
     seconds: float
     """Of a step, with its share of evaluations and saves."""
     parts: Mapping[str, float]
@@ -148,8 +146,6 @@ def break_down(point: Measurement, trace: RunTrace, intervals: Intervals) -> Tim
     else:
         parts["not explained"] = computing
     return TimeBreakdown(
-        plan=point.plan,
-        batch=point.batch,
         seconds=sum(parts.values()),
         parts=parts,
         precision=precision,
@@ -274,7 +270,7 @@ def remedies(breakdown: TimeBreakdown, point: Measurement, points: Sequence[Meas
         if saves >= WORTH:
             word = f"batch_size={best.batch} (tried; it changes what is learned)"
             remedies.append(Remedy(part=SMALL_BATCH, word=word, saves=saves))
-    plan = Plan.parse(breakdown.plan)
+    plan = Plan.parse(point.plan)
     for part, rule in RULES.items():
         share = breakdown.share(part)
         if share >= WORTH and (word := rule.word(breakdown, point, plan)):

@@ -16,7 +16,6 @@ from grappe.errors import GrappeError
 from grappe.launch import files
 from grappe.launch.files import IN_RUN, scratch
 from grappe.launch.rank import ProcessRank
-from grappe.launch.start import start
 from grappe.launch.world import choose_device
 from grappe.plan import Plan
 from grappe.profiling.operators import OperatorTrace, measure_dispatch
@@ -25,9 +24,10 @@ from grappe.sites.advice import unfit_precision
 from grappe.task import Task
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
+from grappe.training.run import Run
+from grappe.training.short_run import short_training
 from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import ClockWatcher, Outcome, Record
-from grappe.training.worker import worker as train_worker
 from grappe.verbs.measure import flops
 from grappe.verbs.measure.breakdown import (
     Intervals,
@@ -104,19 +104,15 @@ def explain(
             if point.origin != "asked" or point.failure:
                 continue
             note(f"tracing {plan_name(point.plan)}, batch {point.batch}")
-            plan, run = Plan.parse(point.plan), folder / str(number)
             training = dataclasses.replace(
                 request,
                 task=request.task.with_values(batch_size=point.batch, epochs=epochs),
-                plan=plan,
-                run=run,
-                base=folder,
+                plan=Plan.parse(point.plan),
                 options=Options(steps=2 * PERIOD, evaluate_every=PERIOD, save_every=PERIOD, no_check=True),
                 per_process_watchers=(TraceWatcher(),),
-                quiet=True,
             )
             try:
-                trace: RunTrace = start("grappe.verbs.measure.explain:worker", training, plan, run=run)
+                trace: RunTrace = short_training(training, folder / str(number), traces)
             except GrappeError as error:
                 explanations.append(Explanation(plan=point.plan, batch=point.batch, failure=first_line(error)))
                 continue
@@ -128,15 +124,12 @@ def explain(
     return explanations
 
 
-def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> RunTrace | None:
-    """Runs one process of a traced training. Collective."""
-    run = train_worker(request, process, rendezvous_folder).run
-    if process.rank:
-        return None
+def traces(run: Run, request: Request, process: ProcessRank) -> RunTrace:
+    """Reads what the processes of a training have traced, and measures this one's device."""
     plan = request.plan
-    traces = (files.read_text(_trace_file(run, rank)) for rank in range(plan.processes))
+    texts = (files.read_text(_trace_file(run.folder, rank)) for rank in range(plan.processes))
     return RunTrace(
-        processes=tuple(msgspec.json.decode(trace, type=ProcessTrace) for trace in traces),
+        processes=tuple(msgspec.json.decode(text, type=ProcessTrace) for text in texts),
         reachable=reachable(choose_device(plan, process), plan),
     )
 

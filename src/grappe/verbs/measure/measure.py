@@ -36,8 +36,8 @@ from grappe.task import Task
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.run import Run
+from grappe.training.short_run import short_training
 from grappe.training.task_reference import SCRIPT, TaskReference
-from grappe.training.worker import worker as train_worker
 from grappe.verbs.launch.launch import ScriptRequest, refuse_plan, request_for_one, start_server
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.points import Measurement, Measurements, MeasureOptions, ProcessTimes, TimedRun
@@ -81,8 +81,8 @@ def measure(
 
     def train(plan: Plan, batch: int, turn: int, run: Path, *, weak: bool = False) -> Measurement:
         task = request.task.with_batch(batch, plan.data_parallel if weak else 1)
-        training = dataclasses.replace(request, task=task, plan=plan, run=run, base=run.parent, quiet=True)
-        return start("grappe.verbs.measure.measure:worker", (training, turn == 0), plan, run=run)
+        training = dataclasses.replace(request, task=task, plan=plan)
+        return short_training(training, run, functools.partial(measured_point, count=turn == 0))
 
     with scratch("measure") as folder:
         points = _measured(functools.partial(train, weak=options.weak), folder, grid, options.repeats, note, begun)
@@ -180,20 +180,16 @@ def _point(plan: Plan, batch: int, runs: Sequence[Measurement], failure: str) ->
     return dataclasses.replace(runs[0], trials=[trial for run in runs for trial in run.trials])
 
 
-def worker(asked: tuple[Request, bool], process: ProcessRank, rendezvous_folder: Path) -> Measurement | None:
-    """Runs one process of a measured training; process 0 returns a point of one trial. Collective.
+def measured_point(run: Run, request: Request, process: ProcessRank, *, count: bool) -> Measurement:
+    """Makes a point of one trial from a training that this process has ended.
 
     Args:
-        asked: the training, and whether to count the model's operations, and to measure the device's FLOP/s.
+        count: whether to count the model's operations, and to measure the device's FLOP/s.
     """
     from grappe.verbs.measure import flops
 
-    request, count = asked
-    result = train_worker(request, process, rendezvous_folder)
-    if process.rank:
-        return None
     task, plan = request.task.resolve(), request.plan
-    point = dataclasses.replace(point_of_run(Run(result.run)), plan=str(plan))
+    point = dataclasses.replace(point_of_run(run), plan=str(plan))
     if not count:
         return point
     try:
@@ -391,92 +387,56 @@ class Largest:
         return f"largest batch of {name}: {self.batch} ({end})"
 
 
-def largest_batch(
-    request: Request,
-    plan: Plan,
-    folder: Path,
-    *,
+def largest_batches(
+    task: Task | type[Task] | str,
+    plans: Sequence[AnyPlan],
+    data: Path | str | None = None,
+    fields: Mapping[str, object] | None = None,
     limit: int | None = None,
-    note: Callable[[str], None] = lambda line: None,
-) -> Largest:
-    """Tries batch sizes under `plan`.
+) -> Iterator[Largest]:
+    """Finds the largest batch of each plan, by trying batch sizes.
 
     Args:
         limit: bytes of data that each process may have; None: on a CPU its share of the free memory, so that
             the system does not kill processes; on a GPU, its memory.
 
     Raises:
-        GrappeError: the training fails for another reason than memory.
+        GrappeError: a training fails for another reason than memory.
     """
-    task = request.task.resolve()
-    prepare(task, request.data)
-    samples = len(task.data("train", request.data))  # type: ignore[arg-type]
-    limit = limit or _share(plan)
-
-    def runs(batch: int) -> bool:
-        """Returns whether a few steps of `batch` samples succeed."""
-        training = dataclasses.replace(
-            request,
-            task=request.task.with_batch(batch),
-            plan=plan,
-            run=folder / f"largest-{batch}",
-            base=folder,
-            options=Options(steps=STEPS, steps_only=True),
-            quiet=True,
-        )
-        try:
-            start("grappe.verbs.measure.measure:limited_worker", (training, limit), plan, run=training.run)
-        except GrappeError as error:
-            if not OUT_OF_MEMORY.search(str(error)):
-                raise
-            note(f"batch {batch} does not fit")
-            return False
-        note(f"batch {batch} fits")
-        return True
-
-    fits, fails, batch = 0, None, min(samples, max(plan.data_parallel, task.batch_size))
-    while fails is None and fits < samples:
-        if runs(batch):
-            fits, batch = batch, min(samples, 2 * batch)
-        else:
-            fails = batch
-    least = 2 * plan.data_parallel
-    while fails is not None and fails - fits > max(least, fails // EIGHTHS):
-        batch = (fits + fails) // 2 // least * least or least
-        if batch in (fits, fails):
-            break
-        fits, fails = (batch, fails) if runs(batch) else (fits, batch)
-    return Largest(plan=str(plan), batch=fits, too_large=fails)
-
-
-def largest_batches(
-    task: Task | type[Task] | str,
-    plans: Sequence[AnyPlan],
-    data: Path | str | None = None,
-    fields: Mapping[str, object] | None = None,
-) -> Iterator[Largest]:
-    """Finds the largest batch of each plan; raises like `largest_batch`."""
+    options = Options(steps=STEPS, steps_only=True)
+    request = Request(task=TaskReference.of(task, fields), plan=Plan(), data=data_folder(data), options=options)
+    resolved = request.task.resolve()
+    prepare(resolved, request.data)
+    samples = len(resolved.data("train", request.data))  # type: ignore[arg-type]
     with scratch("largest") as folder:
-        for number, plan in enumerate(plans):
-            request = Request(task=TaskReference.of(task, fields), plan=Plan(), data=data_folder(data))
-            yield largest_batch(request, as_plan(plan), folder / str(number))
+        for number, plan in enumerate(map(as_plan, plans)):
+            training = dataclasses.replace(request, plan=plan)
+            runs = functools.partial(_runs, training, folder / str(number), limit or _share(plan))
+            fits, fails, batch = 0, None, min(samples, max(plan.data_parallel, resolved.batch_size))
+            while fails is None and fits < samples:
+                if runs(batch):
+                    fits, batch = batch, min(samples, 2 * batch)
+                else:
+                    fails = batch
+            least = 2 * plan.data_parallel
+            while fails is not None and fails - fits > max(least, fails // EIGHTHS):
+                batch = (fits + fails) // 2 // least * least or least
+                if batch in (fits, fails):
+                    break
+                fits, fails = (batch, fails) if runs(batch) else (fits, batch)
+            yield Largest(plan=str(plan), batch=fits, too_large=fails)
 
 
-def limited_worker(asked: tuple[Request, int | None], process: ProcessRank, rendezvous_folder: Path) -> None:
-    """Runs one process of a training of a few steps. Collective.
-
-    Args:
-        asked: the training, and the bytes of data that a process may have; None: no limit.
-    """
-    request, limit = asked
-    if limit is not None:
-        import resource
-
-        # The limit counts data, so that a failure is torch's own message; one on addresses would count libraries.
-        own = resource.getrlimit(resource.RLIMIT_DATA)[1]  # the user's `ulimit -d`, which may not be raised
-        limit = limit if own == resource.RLIM_INFINITY else min(limit, own)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    train_worker(request, process, rendezvous_folder)
+def _runs(training: Request, folder: Path, limit: int | None, batch: int) -> bool:
+    """Returns whether a few steps of `batch` samples succeed."""
+    sized = dataclasses.replace(training, task=training.task.with_batch(batch))
+    try:
+        short_training(sized, folder / str(batch), limit=limit)
+    except GrappeError as error:
+        if not OUT_OF_MEMORY.search(str(error)):
+            raise
+        return False
+    return True
 
 
 def _share(plan: Plan, meminfo: Path = memory.MEMINFO) -> int | None:

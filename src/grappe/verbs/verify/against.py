@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ from grappe.task import Task, overrides
 from grappe.training.interception import Begin, StepHandler, buffers_alive, copied, intercepted, rows_of
 from grappe.training.random_state import random_state, set_random_state
 from grappe.training.request import data_folder
+from grappe.training.short_run import CALLED
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.launch.launch import run_as_main
 from grappe.verbs.verify.ported import (
@@ -64,18 +66,6 @@ LEAST_NUMBERS = 64
 """Numbers of a tensor from which its standard deviation tells how it was drawn."""
 IMPLEMENTATION = {"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "param_names"}
 """What a parameter group has that is no setting of the rule, or is compared by itself."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AgainstRequest:
-    """A task, and the script that it was ported from."""
-
-    task: TaskReference
-    data: Path
-    """The task's data folder."""
-    script: Path
-    arguments: Sequence[str]
-    steps: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,22 +137,28 @@ def verify_against(
         raise UsageError(f"{script}: no such file: give the Python script that the task was ported from")
     if steps < 1:
         raise UsageError(f"--steps={steps}: it must be at least 1")
-    request = AgainstRequest(
-        task=TaskReference.of(task, fields), data=data_folder(data), script=script, arguments=arguments, steps=steps
-    )
+    work = functools.partial(compare, TaskReference.of(task, fields), data_folder(data), script, arguments, steps)
     note(f"{script} and the task, for {steps} steps")
-    return start("grappe.verbs.verify.against:compare", request, Plan())
+    return start(CALLED, work, Plan())
 
 
-def compare(request: AgainstRequest, process: ProcessRank, rendezvous_folder: Path) -> Agreement:
+def compare(
+    reference: TaskReference,
+    data: Path,
+    script: Path,
+    arguments: Sequence[str],
+    steps: int,
+    process: ProcessRank,
+    rendezvous_folder: Path,
+) -> Agreement:
     """Runs the script up to the first difference, at most for the steps that are asked for.
 
     Raises:
         UsageError: the script takes no step that can be compared.
     """
-    task = request.task.resolve()
-    prepare(task, request.data)
-    comparison = Comparison(task, task.data("train", request.data), request.steps)
+    task = reference.resolve()
+    prepare(task, data)
+    comparison = Comparison(task, task.data("train", data), steps)
     with (
         intercepted(comparison),
         register_module_parameter_registration_hook(comparison.registered),
@@ -170,12 +166,12 @@ def compare(request: AgainstRequest, process: ProcessRank, rendezvous_folder: Pa
         contextlib.suppress(ComparisonOver, SystemExit),
     ):
         end_as_programs_do([signal.SIGTERM])
-        run_as_main(request.script, request.arguments)
+        run_as_main(script, arguments)
     if comparison.agreement is not None:
         return comparison.agreement
     if not comparison.step:
         raise UsageError(
-            f"{request.script} took no optimizer step with a batch of a torch.utils.data.DataLoader: there is nothing "
+            f"{script} took no optimizer step with a batch of a torch.utils.data.DataLoader: there is nothing "
             "to compare. Did it need arguments? They follow the script"
         )
     return comparison.so_far()

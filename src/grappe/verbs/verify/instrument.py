@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from grappe.parallel.batchnorm import Kept, kept_buffers, replace_buffers
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map
 from grappe.rows.tensor import full
 from grappe.step.loss import loss_of
-from grappe.task import Task, overrides
+from grappe.task import Task, derived, overrides
 from grappe.verbs.verify.batch_coupling import Companions
 
 NO_CLIP = 1e30  # engines compute the gradient's norm where there is a bound; this one is never reached
@@ -131,11 +131,7 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
     def loss(self: Task, output: Any, target: Any) -> Any:
         target, ids = target
         recorder.record(ids)
-        cuttable = all(
-            isinstance(leaf, Tensor) and bool(leaf.dim()) and len(leaf) == len(ids)
-            for leaf in tree_leaves((output, target))
-        )
-        if not instrumentation.loss_row_by_row or not cuttable:  # boxes and nodes are not rows
+        if not instrumentation.loss_row_by_row or not all_rows((output, target), len(ids)):  # boxes, nodes
             return task.loss(output, target)
         rows = (tree_map(lambda leaf, i=i: leaf[i : i + 1], (output, target)) for i in range(len(ids)))
         losses = [loss_of(task, *row) for row in rows]
@@ -157,19 +153,16 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
             made.forward = _in_float32(made.forward)  # type: ignore[method-assign]
         return made
 
+    def domain(self: Task, inputs: Any, targets: Any) -> Any:
+        of_inputs, of_targets = task.domain(inputs, targets[0])
+        return of_inputs, (of_targets, None)
+
     kind = type(task)
-    always, where_overridden = (data, loss, model, collate), (counts, augment, sampling, _domain_of(task))
+    always, where_overridden = (data, loss, model, collate), (counts, augment, sampling, domain)
     for method in always:
         method.__wrapped__ = getattr(kind, method.__name__)  # type: ignore[attr-defined] # messages name the user's line
-    methods: dict[str, Any] = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__annotations__": {},
-        **{method.__name__: method for method in always},
-        **{method.__name__: method for method in where_overridden if overrides(task, method.__name__)},
-    }
-    made = object.__new__(type(kind.__name__, (kind,), methods))
-    made.__dict__.update(task.__dict__)
+    methods = (*always, *(method for method in where_overridden if overrides(task, method.__name__)))
+    made = derived(task, **{method.__name__: method for method in methods})
     if instrumentation.without_clipping or task.clip is None:
         made.__dict__["clip"] = NO_CLIP
     if instrumentation.batch_multiple:
@@ -177,14 +170,9 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
     return made
 
 
-def _domain_of(task: Task) -> Callable[..., Any]:
-    """Returns the task's domain() for targets that come with their ids."""
-
-    def domain(self: Task, inputs: Any, targets: Any) -> Any:
-        of_inputs, of_targets = task.domain(inputs, targets[0])
-        return of_inputs, (of_targets, None)
-
-    return domain
+def all_rows(batch: Any, rows: int) -> bool:
+    """Returns whether all leaves are tensors of the batch's length."""
+    return all(isinstance(leaf, Tensor) and bool(leaf.dim()) and len(leaf) == rows for leaf in tree_leaves(batch))
 
 
 def _multiple(number: int, of: int) -> int:
@@ -197,23 +185,18 @@ def _evaluate(module: nn.Module, _: Any) -> None:
 
 
 def _trial_rows(task: Task, instrumentation: Instrumentation, available: int) -> np.ndarray:
-    """Chooses a trial's samples from the dataset, evenly spread."""
-    length = length_of(task, instrumentation, available)
-    return np.arange(length) * available // length
+    """Chooses a trial's samples from the dataset, evenly spread; an epoch's last batch is short, so slices are uneven.
 
-
-def length_of(task: Task, instrumentation: Instrumentation, available: int) -> int:
-    """Computes the number of samples in an epoch of a trial: the last batch is short, so that slices are uneven.
-
-    The number is odd if the dataset's is: then a plan with many pieces has a row that is alone in its piece, which some
-    models do not support.
+    Their number is odd if the dataset's is: then a plan with many pieces has a row that is alone in its piece, which
+    some models do not support.
     """
     batch = _multiple(task.batch_size, instrumentation.batch_multiple or 1)
     if instrumentation.batch_multiple:
-        return max(batch, min(available, EPOCH_STEPS * batch) // batch * batch)
-    pairs = batch // 4 | 1
-    short = min(2 * pairs - available % 2, batch - 1)
-    return min(available, EPOCH_STEPS * batch + short)
+        length = max(batch, min(available, EPOCH_STEPS * batch) // batch * batch)
+    else:
+        pairs = batch // 4 | 1
+        length = min(available, EPOCH_STEPS * batch + min(2 * pairs - available % 2, batch - 1))
+    return np.arange(length) * available // length
 
 
 class Subset(Dataset):

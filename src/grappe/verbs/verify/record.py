@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -25,26 +26,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from grappe.checkpoint.initial import built
-from grappe.data.datasets import prepare
 from grappe.errors import UsageError
 from grappe.errors.foreign_text import printable
-from grappe.errors.user_code import naming_user_line
 from grappe.launch import files
-from grappe.launch.rank import ProcessRank
-from grappe.launch.start import start
-from grappe.launch.world import join
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.torch import tree_leaves, tree_map
-from grappe.step.precision import set_gpu_arithmetic
 from grappe.task import Task
 from grappe.training.request import data_folder
+from grappe.training.short_run import TaskProcess, short_run
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.verify.instrument import NOTHING, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.verbs.verify.runner import FACTOR
 from grappe.verbs.verify.sketch import PERTURBED, WIDTH, CallLog, Numbers, floats, gaps, moved, sketch
-from grappe.verbs.verify.trained_by_hand import ReferenceBatches, ReferenceModel, ReferenceRequest
+from grappe.verbs.verify.trained_by_hand import ReferenceRequest
 from grappe.words import AMD_DRIVER, NVIDIA, VERSION, driver_version, processor_name
 
 FORM = 2
@@ -217,49 +211,42 @@ class _Results:
             tensor.register_hook(lambda gradient: self.add("backward", self._units.get(key, consumer), gradient))
 
 
-def worker(asked: tuple[ReferenceRequest, Recorded | None], process: ProcessRank, rendezvous_folder: Path) -> Recorded:
+def recorded_steps(
+    request: ReferenceRequest, reference: TaskReference, other: Recorded | None, process: TaskProcess
+) -> Recorded:
     """Trains on the plain process, and returns the record, compared with another one if that is given."""
-    request, other = asked
-    plan = request.plan
-    world = join(Plan(device=plan.device, threads=plan.threads), process, rendezvous_folder)
-    set_gpu_arithmetic(plan.precision)
-    plain = request.task.resolve()
-    with naming_user_line(plain):
-        prepare(plain, request.data)
-        task = instrumented(plain, NOTHING, SampleRecorder())
-        batches = ReferenceBatches(task, request, world.device)
-        weights, log = built(task), CallLog()
-        models = [ReferenceModel(task, request, weights, world.device, batches.total) for _ in range(1 + PERTURBED)]
-        every = [
-            _Results(model.model, CallLog() if index else log, index - 1 if index else None)
-            for index, model in enumerate(models)
-        ]
-        draws = False
-        for number in range(request.steps):
-            batch, log.keeps = batches.batch(number), not number  # later steps call the same
-            rows = [rows for pieces in batch.slices for rows in pieces]
-            for index, (model, results) in enumerate(zip(models, every, strict=True)):
-                results.begin(number)
-                loaded = tree_leaves([(piece.inputs, piece.targets) for piece in rows])
-                results.add("forward", DATA, *(leaf for leaf in loaded if isinstance(leaf, Tensor)))
-                with RandomOps(off=True) as random_ops, contextlib.nullcontext() if index else log:
-                    loss, _ = model.step(number, batch)
-                draws = draws or bool(random_ops.seen)
-                results.add("forward", LOSS, torch.tensor([loss], dtype=torch.float64))
-                for name, tensor in model.weights().items():
-                    results.add("update", name, tensor)
-        base, others = every[0], every[1:]
-        noise = [
-            max((float(gaps(numbers, other.sketches[key])) for other in others if key in other.sketches), default=0.0)
-            for key, numbers in base.sketches.items()
-        ]
-        calls = log.sketches()
+    _, batches, new_model = request.begin(process)
+    log, models = CallLog(), [new_model() for _ in range(1 + PERTURBED)]
+    every = [
+        _Results(model.model, CallLog() if index else log, index - 1 if index else None)
+        for index, model in enumerate(models)
+    ]
+    draws = False
+    for number in range(request.steps):
+        batch, log.keeps = batches.batch(number), not number  # later steps call the same
+        rows = [rows for pieces in batch.slices for rows in pieces]
+        for index, (model, results) in enumerate(zip(models, every, strict=True)):
+            results.begin(number)
+            loaded = tree_leaves([(piece.inputs, piece.targets) for piece in rows])
+            results.add("forward", DATA, *(leaf for leaf in loaded if isinstance(leaf, Tensor)))
+            with RandomOps(off=True) as random_ops, contextlib.nullcontext() if index else log:
+                loss, _ = model.step(number, batch)
+            draws = draws or bool(random_ops.seen)
+            results.add("forward", LOSS, torch.tensor([loss], dtype=torch.float64))
+            for name, tensor in model.weights().items():
+                results.add("update", name, tensor)
+    base, others = every[0], every[1:]
+    noise = [
+        max((float(gaps(numbers, other.sketches[key])) for other in others if key in other.sketches), default=0.0)
+        for key, numbers in base.sketches.items()
+    ]
+    calls = log.sketches()
     header = RecordHeader(
         form=FORM,
-        task=Path(request.task.name).name,  # its folder is another one on another machine
-        fields={name: str(value) for name, value in request.task.texts.items()},
-        precision=plan.precision,
-        machine=this_machine(world.device, torch.get_num_threads()),
+        task=Path(reference.name).name,  # its folder is another one on another machine
+        fields={name: str(value) for name, value in reference.texts.items()},
+        precision=request.plan.precision,
+        machine=this_machine(process.world.device, torch.get_num_threads()),
         draws=draws,
         keys=list(base.sketches),
         calls=list(calls),
@@ -454,11 +441,8 @@ def record(
     if steps < 1:
         raise UsageError(f"--steps={steps}: it must be at least 1")
     chosen = as_plan(plan)
-    request = ReferenceRequest(
-        task=TaskReference.of(task, fields),
-        data=data_folder(data),
-        steps=steps,
-        folder=Path(),
-        plan=Plan(device=chosen.device, threads=chosen.threads, precision=chosen.precision),
-    )
-    return start("grappe.verbs.verify.record:worker", (request, other), Plan(device=chosen.device))
+    reference = TaskReference.of(task, fields)
+    plain = Plan(device=chosen.device, threads=chosen.threads, precision=chosen.precision)
+    request = ReferenceRequest(steps=steps, folder=Path(), plan=plain)
+    work = functools.partial(recorded_steps, request, reference, other)
+    return short_run(work, reference, request.process, data_folder(data))

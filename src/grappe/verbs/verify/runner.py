@@ -6,19 +6,27 @@ Each difference is compared with the difference that rounding alone makes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from grappe.plan import Plan
-from grappe.verbs.verify import trained_by_hand
+from grappe.training.short_run import StartProcesses, TaskProcess, short_run
+from grappe.training.task_reference import TaskReference
+from grappe.verbs.verify import trained_by_plan
 from grappe.verbs.verify.instrument import Instrumentation
-from grappe.verbs.verify.trained_by_hand import LOSS, NORM, TrialStep, relative
-from grappe.verbs.verify.trained_by_plan import TrialRequest
-
-StartProcesses = Callable[[str, Any, Plan], Any]
-"""Runs a function ("package.module:name") with an argument on a plan's processes; what process 0 returned."""
+from grappe.verbs.verify.trained_by_hand import (
+    LOSS,
+    NORM,
+    Reference,
+    ReferenceRequest,
+    TrialStep,
+    load,
+    relative,
+    trained,
+)
 
 BOUND = 0.02
 """Where more of the loss or the gradient's norm would be tolerated, agreement says nothing."""
@@ -30,8 +38,7 @@ FACTOR = 10.0
 class TrialRunner:
     """Runs trainings of a few steps of one task, references and trials."""
 
-    task: Any
-    """A TaskReference."""
+    task: TaskReference
     data: Path
     steps: int
     folder: Path
@@ -41,9 +48,11 @@ class TrialRunner:
     """Called with a short description of the next training."""
 
     def __post_init__(self) -> None:
-        self._references: dict[Any, trained_by_hand.Reference] = {}
-        self._requests: dict[Path, trained_by_hand.ReferenceRequest] = {}
-        self._closer: dict[Path, trained_by_hand.Reference] = {}
+        self._references: dict[Any, Reference] = {}
+        self._requests: dict[Path, ReferenceRequest] = {}
+
+    def _run(self, work: Callable[[TaskProcess], Any], plan: Plan) -> Any:
+        return short_run(work, self.task, plan, self.data, run=self.run)
 
     def reference(
         self,
@@ -54,7 +63,7 @@ class TrialRunner:
         pieces: int = 1,
         precision: bool = False,
         recorded: tuple[TrialStep, ...] = (),
-    ) -> trained_by_hand.Reference:
+    ) -> Reference:
         """Runs one plain process on the plan's kind of device, once for the same arguments.
 
         Args:
@@ -70,33 +79,27 @@ class TrialRunner:
             exact=pieces if plan.exact and pieces > 1 else 0,
             dropout="local" if slices * pieces > 1 and not plan.draws_whole_batches else "whole",
         )
+        request = ReferenceRequest(
+            steps=self.steps, folder=self.folder, instrumentation=instrumentation, plan=plain,
+            slices=slices, pieces=pieces, recorded=recorded,
+        )  # fmt: skip
+        return self._reference(request, f"one plain process{_switched_off(instrumentation)}")
+
+    def _reference(self, request: ReferenceRequest, words: str) -> Reference:
         # The samples are not hashable; the other fields determine them.
-        without = dataclasses.replace(instrumentation, loaded_samples=())
-        samples = tuple(step.slices for step in recorded)
-        key = (str(plain), without, bool(instrumentation.loaded_samples), slices, pieces, samples)
+        without = dataclasses.replace(request.instrumentation, loaded_samples=())
+        samples = (bool(request.instrumentation.loaded_samples), tuple(step.slices for step in request.recorded))
+        key = dataclasses.replace(request, folder=self.folder, instrumentation=without, recorded=()), samples
         if key not in self._references:
             folder = self.folder / f"reference-{len(self._references)}"
             folder.mkdir()
-            request = trained_by_hand.ReferenceRequest(
-                task=self.task, data=self.data, steps=self.steps, folder=folder,
-                instrumentation=instrumentation, plan=plain, slices=slices, pieces=pieces, recorded=recorded,
-            )  # fmt: skip
-            self.note(f"one plain process{_switched_off(instrumentation)}")
-            self._references[key] = self._trained(request)
-            self._requests[folder] = request
+            self.note(words)
+            self._requests[folder] = request = dataclasses.replace(request, folder=folder)
+            self._references[key] = self._run(functools.partial(trained, request), request.process)
         return self._references[key]
 
-    def _trained(self, request: trained_by_hand.ReferenceRequest) -> trained_by_hand.Reference:
-        # The launcher starts a plain process: precision is applied inside.
-        worker = "grappe.verbs.verify.trained_by_hand:worker"
-        return self.run(worker, request, Plan(device=request.plan.device))
-
     def compare(
-        self,
-        reference: trained_by_hand.Reference,
-        steps: Sequence[TrialStep],
-        plan: Plan,
-        without: Collection[str] = (),
+        self, reference: Reference, steps: Sequence[TrialStep], plan: Plan, without: Collection[str] = ()
     ) -> Difference:
         """Compares a trial with a reference; if weights alone differ, measures rounding more closely.
 
@@ -104,39 +107,27 @@ class TrialRunner:
         rounding other orders of the samples do not show, and Adam carries it on to the losses.
         """
         difference = compare(reference, steps, without=without)
-        if not (difference.in_weights_only or (plan.domain > 1 and difference.what == ("weights",))):
+        others = any(step[f"{name} excess"] > 1 for step in difference.steps for name in ("loss", "norm"))
+        if difference.what != ("weights",) or (others and plan.domain == 1):
             return difference
-        if reference.folder not in self._closer:
-            folder = self.folder / f"{reference.folder.name}-perturbed"
-            folder.mkdir()
-            self.note("one plain process, with parameters moved by their last bit")
-            request = dataclasses.replace(self._requests[reference.folder], folder=folder, perturbed=True)
-            self._closer[reference.folder] = self._trained(request)
-        return compare(reference, steps, tolerance=self._closer[reference.folder], without=without)
+        request = dataclasses.replace(self._requests[reference.folder], perturbed=True)
+        closer = self._reference(request, "one plain process, with parameters moved by their last bit")
+        return compare(reference, steps, tolerance=closer, without=without)
 
     def trial(
-        self,
-        plan: Plan,
-        instrumentation: Instrumentation,
-        reference: trained_by_hand.Reference,
-        *,
-        whole_too: bool = False,
+        self, plan: Plan, instrumentation: Instrumentation, reference: Reference, *, whole_too: bool = False
     ) -> tuple[TrialStep, ...]:
         """Runs the plan's steps and compares them with a reference's, and functions of parts with those of wholes."""
-        request = TrialRequest(
-            task=self.task, plan=plan, data=self.data, steps=self.steps, reference=reference.folder,
-            instrumentation=instrumentation, draws=bool(reference.draws), whole_too=whole_too,
-        )  # fmt: skip
         beside = ", each operator beside the whole's" if whole_too else ""
         self.note(f"{str(plan) or 'one process'}{_switched_off(instrumentation)}{beside}")
-        return self.run("grappe.verbs.verify.trained_by_plan:worker", request, plan)
+        trial = functools.partial(
+            trained_by_plan.trial, instrumentation, self.steps, reference.folder, bool(reference.draws), whole_too
+        )
+        return self._run(trial, plan)
 
     def samples(self, plan: Plan, instrumentation: Instrumentation) -> tuple[Any, ...]:
         """Returns a trial's samples, each loaded once."""
-        request = trained_by_hand.ReferenceRequest(
-            task=self.task, data=self.data, steps=self.steps, folder=self.folder, instrumentation=instrumentation
-        )
-        return self.run("grappe.verbs.verify.trained_by_hand:load", request, Plan(device=plan.device))
+        return self._run(functools.partial(load, instrumentation), Plan(device=plan.device))
 
 
 SWITCH_NAMES = {
@@ -186,21 +177,15 @@ class Difference:
         return max(step[f"{name} tolerated"] for step in self.steps for name in ("loss", "norm"))
 
     @property
-    def in_weights_only(self) -> bool:
-        """Returns whether weights differ by more than is tolerated, but no loss and no gradient's norm does."""
-        excesses = [step[f"{name} excess"] for step in self.steps for name in ("loss", "norm")]
-        return self.what == ("weights",) and not any(excess > 1 for excess in excesses)
-
-    @property
     def agrees(self) -> bool:
         """Returns whether nothing differs by more than its tolerance."""
         return self.first is None
 
 
 def compare(
-    reference: trained_by_hand.Reference,
+    reference: Reference,
     steps: Sequence[TrialStep],
-    tolerance: trained_by_hand.Reference | None = None,
+    tolerance: Reference | None = None,
     without: Collection[str] = (),
 ) -> Difference:
     """Computes the differences of `steps` from `reference`.
@@ -209,7 +194,7 @@ def compare(
         tolerance: the reference whose noise is used if `reference` has measured none.
         without: tensors that are not compared.
     """
-    noise: dict[str, float] = {}
+    noise, floor = dict[str, float](), reference.floor
     rows, details = [], []
     for plain, step, others in zip(reference.steps, steps, (tolerance or reference).steps, strict=False):
         # The largest noise up to each step: diverged values may be close again by chance.
@@ -217,11 +202,11 @@ def compare(
         gaps = {name: gap for name, gap in step.gaps.items() if name not in without}
         apart = {LOSS: relative(plain.loss, step.loss), **gaps}
         apart[NORM] = math.nan if step.norm is None else relative(plain.norm, step.norm)
-        allowed = {name: max(others.floor, FACTOR * noise.get(name, 0.0)) for name in apart}
+        allowed = {name: max(floor, FACTOR * noise.get(name, 0.0)) for name in apart}
         worst = max(gaps, key=lambda name: gaps[name] / allowed[name], default="")
         row = {"plan's loss": step.loss, "reference's loss": plain.loss}
         for word, name in (("loss", LOSS), ("norm", NORM), ("weights", worst)):
-            row[word], row[f"{word} tolerated"] = apart.get(name, 0.0), allowed.get(name, others.floor)
+            row[word], row[f"{word} tolerated"] = apart.get(name, 0.0), allowed.get(name, floor)
             row[f"{word} excess"] = row[word] / row[f"{word} tolerated"]
         row["excess"] = max(
             row["loss excess"], row["weights excess"], row["norm excess"] if step.norm is not None else 0
@@ -247,7 +232,7 @@ def compare(
         norm=max(norms, default=None),
         weights=gaps.get(tensor, 0.0),
         tensor=tensor,
-        tolerance=allowed.get(tensor, reference.steps[0].floor),
+        tolerance=allowed.get(tensor, floor),
         excess=max(row["excess"] for row in rows),
         drifting=drifting,
         steps=tuple(rows),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import math
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from grappe.errors import GrappeError, UsageError
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan
+from grappe.training.short_run import CALLED
 from grappe.verbs.launch.launch import ScriptRequest, refuse_plan, start_server
 from grappe.verbs.launch.recorded import run_recorded
 from grappe.verbs.verify.against import Agreement
@@ -33,20 +34,6 @@ from grappe.words import and_more
 
 FLOOR = 1e-5
 """Of a tensor's norm: the least that is tolerated."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScriptTrialRequest:
-    """A script's trial, which is compared with that of one process, or is that one."""
-
-    script: ScriptRequest
-    steps: int
-    folder: Path
-    """Has the tensors of each step of one process."""
-    first: bool = False
-    """Whether this is the one process that is compared with."""
-    moved: bool = False
-    """Whether weights are moved by their last bit before the first step, to measure what rounding makes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,12 +82,12 @@ def verify_script(
     start_server(script, chosen)
     with tempfile.TemporaryDirectory(prefix="grappe-verify-") as temporary:
 
-        def trial(name: str, under: Plan, **options: Any) -> ScriptTrial:
+        def trial(name: str, under: Plan, *, first: bool = False, moved: bool = False) -> ScriptTrial:
             note(f"{script} {name}")
             folder = Path(temporary)
             own = dataclasses.replace(request, plan=str(under), run=folder / name)
-            trial_request = ScriptTrialRequest(script=own, steps=steps, folder=folder, **options)
-            return start("grappe.verbs.verify.script:run_trial", trial_request, under)
+            recorder = _StepRecorder(folder, steps, first=first, moved=moved)
+            return start(CALLED, functools.partial(run_trial, own, recorder), under)
 
         plain = trial("on one process", alone, first=True)
         if not plain.steps:
@@ -150,24 +137,35 @@ def judged(plain: ScriptTrial, moved: ScriptTrial, several: ScriptTrial) -> Agre
 # ---- In each process ----
 
 
-def run_trial(request: ScriptTrialRequest, process: ProcessRank, rendezvous_folder: Path) -> ScriptTrial:
+def run_trial(
+    request: ScriptRequest, recorder: _StepRecorder, process: ProcessRank, rendezvous_folder: Path
+) -> ScriptTrial:
     """Runs a script for some steps, as grappe launch does; process 0 compares or notes their tensors."""
-    recorder = _StepRecorder(request, process.rank == 0)
+    recorder.reads = process.rank == 0
     with (
         register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.move(optimizer)),
         register_optimizer_step_post_hook(lambda optimizer, *_: recorder.compare(optimizer)),
         contextlib.redirect_stdout(io.StringIO()) as text,
         contextlib.suppress(SystemExit),
     ):
-        run_recorded(request.script, process, rendezvous_folder)
+        run_recorded(request, process, rendezvous_folder)
     return ScriptTrial(steps=recorder.step, apart=recorder.apart, lines=text.getvalue().splitlines())
 
 
 class _StepRecorder:
-    """Notes the gradients and weights of each step of an optimizer, or their distance from those of one process."""
+    """Notes the gradients and weights of each step of an optimizer, or their distance from those of one process.
 
-    def __init__(self, request: ScriptTrialRequest, reads: bool) -> None:
-        self._request, self._reads = request, reads
+    Args:
+        folder: has the tensors of each step of one process.
+        steps: number of steps, after which the script ends.
+        first: whether this is the one process that is compared with.
+        moved: whether weights are moved by their last bit before the first step, to measure what rounding makes.
+    """
+
+    def __init__(self, folder: Path, steps: int, *, first: bool, moved: bool) -> None:
+        self._folder, self._steps, self._first, self._moved = folder, steps, first, moved
+        self.reads = False
+        """Whether this process compares or notes tensors."""
         self._tensors: dict[int, dict[str, Tensor]] = {}
         """Of each optimizer, by its id."""
         self.step = 0
@@ -186,7 +184,7 @@ class _StepRecorder:
 
     def move(self, optimizer: Optimizer) -> None:
         """Moves an optimizer's weights by about their last bit, before its first step."""
-        if self._request.moved and id(optimizer) not in self._tensors:
+        if self._moved and id(optimizer) not in self._tensors:
             generator = torch.Generator().manual_seed(0)
             with torch.no_grad():
                 for each in self._named(optimizer).values():
@@ -202,14 +200,14 @@ class _StepRecorder:
         self.step += 1
         own = {f"the gradient of {name}": each.grad for name, each in named.items() if each.grad is not None} | named
         own = {name: full_tensor(each.detach()) for name, each in own.items()}  # collective, where it is sharded
-        if self._reads:
-            file = self._request.folder / f"{self.step}.pt"
-            if self._request.first:
+        if self.reads:
+            file = self._folder / f"{self.step}.pt"
+            if self._first:
                 SAVE(own, file)
             else:
                 for name, each in LOAD(file, weights_only=True).items():
                     self.apart[self.step, name] = gap(each, own[name]) if name in own else math.inf
-        if self.step == self._request.steps:
+        if self.step == self._steps:
             raise SystemExit
 
 

@@ -28,7 +28,7 @@ from grappe.checkpoint.weights import Weights, named_tensors
 from grappe.data.arrays import in_memory, with_copies
 from grappe.data.batch import BatchRows, SampleIds, inside, stored_in
 from grappe.data.collate import augment, collated, in_float64
-from grappe.data.datasets import drawn_samples, prepare
+from grappe.data.datasets import drawn_samples
 from grappe.data.device_copy import on_device
 from grappe.data.draw import mix, permute, sample_keys
 from grappe.data.loader import in_channels_last
@@ -39,9 +39,6 @@ from grappe.engines.shared.after_step import WORD
 from grappe.engines.shared.carried import CarriedState, attributes_kept, has_rows
 from grappe.engines.shared.watched_forward import sets_before_reads, writes_seen
 from grappe.errors import DivergedError
-from grappe.errors.user_code import naming_user_line
-from grappe.launch.rank import ProcessRank
-from grappe.launch.world import World, join
 from grappe.optimizers.common import begin_training
 from grappe.parallel.batchnorm import kept_buffers, replace_buffers
 from grappe.plan import Plan
@@ -51,8 +48,9 @@ from grappe.step.loss import LossValues, loss_of
 from grappe.step.precision import autocast, in_double, set_gpu_arithmetic
 from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import Task, overrides
+from grappe.training.short_run import TaskProcess
 from grappe.verbs.verify.batch_coupling import Companions, batch_coupled_modules
-from grappe.verbs.verify.instrument import NO_CLIP, NOTHING, Instrumentation, SampleRecorder, instrumented
+from grappe.verbs.verify.instrument import NO_CLIP, NOTHING, Instrumentation, SampleRecorder, all_rows, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
 
 Reorder = Callable[[list[int]], list[int]]
@@ -121,11 +119,11 @@ class ReferenceBatch:
 class ReferenceBatches:
     """Loads the batches of a trial, whose steps may go beyond the end of the training."""
 
-    def __init__(self, task: Task, request: ReferenceRequest, device: torch.device) -> None:
-        self._task, self._device = task, device
+    def __init__(self, task: Task, request: ReferenceRequest, process: TaskProcess) -> None:
+        self._task, self._device = task, process.world.device
         self._slices, self._pieces, self._recorded = request.slices, request.pieces, request.recorded
         self._kind = stored_in(request.plan)
-        self._dataset: Any = task.data("train", request.data)
+        self._dataset: Any = task.data("train", process.data)
         self._drawn = drawn_samples(task, self._dataset)
         if self._drawn is not None:
             self._dataset = with_copies(self._dataset)
@@ -197,7 +195,7 @@ class ReferenceBatches:
 
         plain = collate(everything)
         inputs, targets = augmented(plain, everything)
-        cuttable = _all_rows(plain, len(ids)) and _all_rows((inputs, targets), len(ids))
+        cuttable = all_rows((plain, inputs, targets), len(ids))
         if cuttable:  # if collating the samples in another order puts the rows of each tensor into that order
             places = everything[::-1]
             expected, leaves = tree_leaves(_taken(plain, places)), tree_leaves(collate(places))
@@ -222,12 +220,6 @@ class ReferenceBatches:
 def _taken(batch: tuple[Any, Any], places: list[int]) -> tuple[Any, Any]:
     index = torch.tensor(places)
     return tree_map(lambda leaf: leaf[index.to(leaf.device)], batch)
-
-
-def _all_rows(batch: Any, rows: int) -> bool:
-    """Returns whether all leaves are tensors of the batch's length."""
-    leaves = tree_leaves(batch)
-    return all(isinstance(leaf, Tensor) and bool(leaf.dim()) and len(leaf) == rows for leaf in leaves)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -441,47 +433,38 @@ def _joined(full: Any, *parts: Any) -> Any:
     return torch.cat(rows)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundingTrial:
     """The same training with the rows of each batch in other orders, without random draws, which belong to rows.
 
     Rows move in pairs, since a task may mix pairs. If the model does not couple rows, they run through it in
     parts, else the gradients of partial sums of losses are added: some differences (of a bias whose gradient is
     only rounding, which Adam divides by its own size) appear only then. The loss gets all rows at once.
-
-    Args:
-        roundings: the ways in which it is rounded otherwise, each by a model of its own.
-        off: whether the training itself has no random draws.
     """
 
-    def __init__(
-        self,
-        new_model: Callable[..., ReferenceModel],
-        roundings: Sequence[Rounding],
-        *,
-        drawing: bool,
-        off: bool,
-        independent_rows: bool,
-    ) -> None:
-        self._base = new_model() if drawing else None
-        self._off = off
-        self._independent_rows = independent_rows
-        self._others = [(rounding, new_model(rounding)) for rounding in roundings]
+    base: ReferenceModel | None
+    """Takes the steps without random draws; None: the training has none."""
+    others: Sequence[tuple[Rounding, ReferenceModel]]
+    """The ways in which it is rounded otherwise, each with a model of its own."""
+    off: bool
+    """Whether draws are switched off in the training itself."""
+    independent_rows: bool
 
     def step(
         self, number: int, batch: ReferenceBatch, model: ReferenceModel, result: tuple[float, float]
     ) -> dict[str, float]:
         """Computes the largest relative differences of LOSS, NORM and each tensor, over the other models."""
         with RandomOps(off=True):
-            undrawn = result if self._base is None else self._base.step(number, batch)
+            undrawn = result if self.base is None else self.base.step(number, batch)
         drawn = (*result, model.weights())
-        reordered = (*undrawn, drawn[2] if self._base is None else self._base.weights())
+        reordered = (*undrawn, drawn[2] if self.base is None else self.base.weights())
         noise: dict[str, float] = {}
-        for rounding, other in self._others:
+        for rounding, other in self.others:
             # Rows that stay in their places have the training's own draws: what these put to 0 may decide a tie.
             stays = rounding.reorder is None
             expected_loss, expected_norm, expected = drawn if stays else reordered
-            cut = {"parts": rounding.parts} if self._independent_rows else {"sums": rounding.sums}
-            with RandomOps(off=True) if self._off or not stays else contextlib.nullcontext():
+            cut = {"parts": rounding.parts} if self.independent_rows else {"sums": rounding.sums}
+            with RandomOps(off=True) if self.off or not stays else contextlib.nullcontext():
                 loss, norm = other.step(number, batch.reordered(rounding.reorder), **cut)
             apart = {name: gap(expected[name], tensor) for name, tensor in other.weights().items()}
             apart |= {LOSS: relative(expected_loss, loss), NORM: relative(expected_norm, norm)}
@@ -540,11 +523,8 @@ class TrialStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceRequest:
-    """The input of the plain process."""
+    """The steps that the plain process takes."""
 
-    task: Any
-    """A TaskReference."""
-    data: Path
     steps: int
     folder: Path
     """The folder for the weights after each step."""
@@ -560,6 +540,22 @@ class ReferenceRequest:
     perturbed: bool = False
     """Whether the noise includes models whose parameters were moved by their last bit."""
 
+    @property
+    def process(self) -> Plan:
+        """Returns the plan under which the plain process is started: precision is applied inside."""
+        return Plan(device=self.plan.device, threads=self.plan.threads)
+
+    def begin(self, process: TaskProcess) -> tuple[Task, ReferenceBatches, Callable[..., ReferenceModel]]:
+        """Returns the instrumented task, its batches, and a function that makes models with the initial weights."""
+        set_gpu_arithmetic(self.plan.precision)
+        task = instrumented(process.task, self.instrumentation, SampleRecorder())
+        batches = ReferenceBatches(task, self, process)
+        return (
+            task,
+            batches,
+            functools.partial(ReferenceModel, task, self, built(task), process.world.device, batches.total),
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceStep:
@@ -570,8 +566,6 @@ class ReferenceStep:
     norm: float
     noise: dict[str, float]
     """|a - b| / |a| of LOSS, NORM, and of each tensor in norms."""
-    floor: float
-    """The least difference that is tolerated."""
     draws: tuple[str, ...] = ()
     """Hash of the model's draws, by slice; "" if there were few or none."""
 
@@ -582,6 +576,8 @@ class Reference:
 
     folder: Path
     steps: tuple[ReferenceStep, ...]
+    floor: float
+    """The least difference that is tolerated."""
     per_epoch: int
     draws: tuple[str, ...]
     """Operators of the model that draw random numbers."""
@@ -602,28 +598,16 @@ class Reference:
     """Whether some of them have a row for each sample: a batch of another size would begin with others' rows."""
 
 
-def worker(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: Path) -> Reference:
+def trained(request: ReferenceRequest, process: TaskProcess) -> Reference:
     """Trains on the plain process, and returns what it recorded."""
-    world = join(Plan(device=request.plan.device, threads=request.plan.threads), process, rendezvous_folder)
-    set_gpu_arithmetic(request.plan.precision)
-    plain = request.task.resolve()
-    with naming_user_line(plain):
-        return _trained(plain, request, world)
-
-
-def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
-    prepare(plain, request.data)  # here, before all other processes
-    task = instrumented(plain, request.instrumentation, SampleRecorder())
-    batches = ReferenceBatches(task, request, world.device)
-    weights = built(task)
+    task, batches, new_model = request.begin(process)
     torch.manual_seed(task.seed)
-    probe, rows = task.model().to(world.device).train(), batches.batch(0).slices[0][0]
+    probe, rows = task.model().to(process.world.device).train(), batches.batch(0).slices[0][0]
     if stored_in(request.plan) == torch.float64:
         probe.double()
-    written: list[str] = []
-    carried = CarriedState()
+    written, carried, off = list[str](), CarriedState(), request.instrumentation.without_randomness
     with (
-        RandomOps(off=request.instrumentation.without_randomness) as random_ops,
+        RandomOps(off=off) as random_ops,
         torch.no_grad(),
         inside(rows.sample_ids),
         attributes_kept(probe),
@@ -635,24 +619,22 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
     kinds = {name: type(module).__name__ for name, module in probe.named_modules()}
     coupling = batch_coupled_modules(probe, task.forward, rows.part, len(rows.ids))
 
-    new_model = functools.partial(ReferenceModel, task, request, weights, world.device, batches.total)
-    model = new_model()
+    model, roundings = new_model(), [*ORDERS]
     if random_ops.seen:
-        model.recorder = RandomOps(off=request.instrumentation.without_randomness)
-    rounding_trial = None
-    if not request.recorded:
-        rounding_trial = RoundingTrial(
-            new_model,
-            (
-                *ORDERS,
-                *([Rounding(channels_last=True)] if request.plan.channels_last else []),
-                *(PERTURBED if request.perturbed else []),
-            ),
-            drawing=bool(random_ops.seen),
-            off=request.instrumentation.without_randomness,
+        model.recorder = RandomOps(off=off)
+    roundings += [Rounding(channels_last=True)] if request.plan.channels_last else []
+    roundings += PERTURBED if request.perturbed else ()
+    trial = (
+        None
+        if request.recorded
+        else RoundingTrial(
+            base=new_model() if random_ops.seen else None,
+            others=[(rounding, new_model(rounding)) for rounding in roundings],
+            off=off,
             # Parts are further forwards, which would change them further.
             independent_rows=coupling.independent_rows and rows.cuttable and not (written or changed),
         )
+    )
     steps = []
     for number in range(request.steps):
         batch = batches.batch(number)
@@ -663,14 +645,14 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
             ids=tuple(int(i) % batches.stored for pieces in batch.slices for rows in pieces for i in rows.ids),
             loss=loss,
             norm=norm,
-            noise=rounding_trial.step(number, batch, model, (loss, norm)) if rounding_trial else {},
-            floor=FLOORS[stored_in(request.plan)],
+            noise={} if trial is None else trial.step(number, batch, model, (loss, norm)),
             draws=model.draws,
         )
         steps.append(step)
     return Reference(
         folder=request.folder,
         steps=tuple(steps),
+        floor=FLOORS[stored_in(request.plan)],
         per_epoch=batches.per_epoch,
         draws=tuple(sorted(random_ops.seen)),
         coupled={name: kinds[name] for name in coupling.modules},
@@ -685,10 +667,10 @@ def _trained(plain: Task, request: ReferenceRequest, world: World) -> Reference:
     )
 
 
-def load(request: ReferenceRequest, process: ProcessRank, rendezvous_folder: Path) -> tuple[Any, ...]:
+def load(instrumentation: Instrumentation, process: TaskProcess) -> tuple[Any, ...]:
     """Loads a trial's samples, each once."""
-    task = instrumented(request.task.resolve(), request.instrumentation, SampleRecorder())
-    dataset: Any = task.data("train", request.data)
+    task = instrumented(process.task, instrumentation, SampleRecorder())
+    dataset: Any = task.data("train", process.data)
     samples = SeededDataset(dataset, seed=task.seed).__getitems__([(0, i) for i in range(len(dataset))])
     if in_memory(dataset) is not None:  # the ids are with the targets
         return tuple((inputs, target) for inputs, (target, _) in samples)

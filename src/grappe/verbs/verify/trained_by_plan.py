@@ -16,15 +16,11 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from grappe import engines
-from grappe.checkpoint.initial import built
 from grappe.data.batch import Batch, rows_of_slices
 from grappe.data.loader import training_loader
-from grappe.engines.base import Engine, EngineSetup
+from grappe.engines.base import Engine
 from grappe.errors.user_line import place_in
-from grappe.launch.rank import ProcessRank
-from grappe.launch.world import World, joined
-from grappe.plan import Plan
+from grappe.launch.world import World
 from grappe.private_api.torch import tree_flatten, tree_leaves, tree_unflatten
 from grappe.rows.context import NOW
 from grappe.rows.exchange import apart, resized
@@ -32,97 +28,74 @@ from grappe.rows.layout import Placement
 from grappe.rows.messages import own_part
 from grappe.rows.tensor import Rows, from_local, full, local_rows
 from grappe.step.loss import StepResult
-from grappe.verbs.verify.instrument import NOTHING, Instrumentation, SampleRecorder, instrumented
+from grappe.training.short_run import TaskProcess
+from grappe.verbs.verify.instrument import Instrumentation, SampleRecorder, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.verbs.verify.trained_by_hand import TrialStep, gap
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrialRequest:
-    """The input of a trial's processes."""
+def trial(
+    instrumentation: Instrumentation, steps: int, reference: Path, draws: bool, whole_too: bool, process: TaskProcess
+) -> tuple[TrialStep, ...]:
+    """Runs one process of a trial; process 0 returns the steps of all. Collective.
 
-    task: Any
-    """A TaskReference."""
-    plan: Plan
-    data: Path
-    steps: int
-    reference: Path
-    """The folder of the reference's weights after each step."""
-    instrumentation: Instrumentation = NOTHING
-    draws: bool = False
-    """Whether the model draws random numbers, which are then recorded."""
-    whole_too: bool = False
-    """Whether each function of cut tensors, under domain=, is compared with the same of whole ones."""
+    Args:
+        reference: the folder of the reference's weights after each step.
+        draws: whether the model draws random numbers, which are then recorded.
+        whole_too: whether each function of cut tensors, under domain=, is compared with the same of whole ones.
+    """
+    plan, world, off = process.plan, process.world, instrumentation.without_randomness
+    samples, records = SampleRecorder(), list[TrialStep]()
+    task = instrumented(process.task, instrumentation, samples)
+    loader = training_loader(task, task.data("train", process.data), plan, world)
+    total = max(steps, task.epochs * loader.order.steps_per_epoch)
+    recording = off or (draws and not plan.compile)
+    random_ops, beside = RandomOps(off=off), _BesideTheWhole()
 
+    def unrecorded() -> Iterator[Batch]:
+        """Yields the batches, without recording the random numbers of loading and augmentation."""
+        batches = loader.batches(0, steps)
+        while True:
+            with random_ops.paused():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
-def worker(request: TrialRequest, process: ProcessRank, rendezvous_folder: Path) -> tuple[TrialStep, ...] | None:
-    """Runs one process of a trial; process 0 returns its steps. Collective."""
-    plan, off = request.plan, request.instrumentation.without_randomness
-    samples, records = SampleRecorder(), list[dict[str, Any]]()
-    task = instrumented(request.task.resolve(), request.instrumentation, samples)
-    with joined(plan, process, rendezvous_folder) as world:
-        loader = training_loader(task, task.data("train", request.data), plan, world)
-        total = max(request.steps, task.epochs * loader.order.steps_per_epoch)
-        setup = EngineSetup(
-            task=task, plan=plan, world=world, weights=built(task), total_steps=total, sample_inputs=loader.example()
-        )
-        recording = off or (request.draws and not plan.compile)
-        random_ops, beside = RandomOps(off=off), _BesideTheWhole()
-
-        def unrecorded() -> Iterator[Batch]:
-            """Yields the batches, without recording the random numbers of loading and augmentation."""
-            batches = loader.batches(0, request.steps)
-            while True:
-                with random_ops.paused():
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                yield batch
-
-        def after(result: StepResult) -> bool:
-            """Records a step. Collective, as exporting is."""
-            batch = result.batch
-            if task.whole_batch_loss:  # which may get the samples of all slices
-                ids = samples.take([batch.samples])
-                ids = [ids[row] for row in rows_of_slices(plan, batch.samples)[world.data_rank] if ids]
-            else:
-                ids = samples.take([micro.rows for micro in batch.microbatches])
-            loss = result.sums.read()[0] / float(batch.count)
-            file = request.reference / f"step-{len(records):03d}.safetensors"
-            gaps, bits = _compared(engine, None if world.rank else file, loss)
-            records.append(
-                {
-                    "epoch": batch.epoch,
-                    "ids": ids,
-                    "count": float(batch.count),
-                    "loss": loss,
-                    "norm": None if result.norm is None else float(result.norm),
-                    "gaps": gaps,
-                    "bits": bits,
-                    "draws": random_ops.take(),
-                    "wrong_rule": beside.wrong_rule,
-                }
+    def after(result: StepResult) -> bool:
+        """Records a step. Collective, as exporting is."""
+        batch = result.batch
+        if task.whole_batch_loss:  # which may get the samples of all slices
+            ids = samples.take([batch.samples])
+            ids = [ids[row] for row in rows_of_slices(plan, batch.samples)[world.data_rank] if ids]
+        else:
+            ids = samples.take([micro.rows for micro in batch.microbatches])
+        loss = result.sums.read()[0] / float(batch.count)
+        file = reference / f"step-{len(records):03d}.safetensors"
+        gaps, bits = _compared(engine, None if world.rank else file, loss)
+        records.append(
+            TrialStep(
+                epoch=batch.epoch,
+                total=total,
+                slices=(tuple(ids),),
+                count=float(batch.count),
+                loss=loss,
+                norm=None if result.norm is None else float(result.norm),
+                gaps=gaps,
+                draws=(random_ops.take(),),
+                bits=bits,
+                wrong_rule=beside.wrong_rule,
             )
-            return False
-
-        with engines.running(setup) as engine, contextlib.ExitStack() as modes:
-            if recording:
-                modes.enter_context(random_ops)
-            if request.whole_too:
-                modes.enter_context(beside)
-            engine.train(unrecorded(), after)
-        slices = _by_slice(world, [(record.pop("ids"), record.pop("draws")) for record in records])
-    if world.rank:
-        return None
-    return tuple(
-        TrialStep(
-            **record,
-            total=total,
-            slices=tuple(tuple(steps[number][0]) for steps in slices),
-            draws=tuple(steps[number][1] for steps in slices),
         )
-        for number, record in enumerate(records)
-    )
+        return False
+
+    with process.engine(task, loader, total) as engine, contextlib.ExitStack() as modes:
+        if recording:
+            modes.enter_context(random_ops)
+        if whole_too:
+            modes.enter_context(beside)
+        engine.train(unrecorded(), after)
+    return _of_all_slices(world, records)
 
 
 class _BesideTheWhole(TorchFunctionMode):
@@ -134,7 +107,7 @@ class _BesideTheWhole(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
-        if not self.wrong_rule and name not in _OF_AUTOGRAD and any(map(_is_cut, tree_leaves((args, kwargs)))):
+        if not self.wrong_rule and name not in _OF_AUTOGRAD and any(map(_placement, tree_leaves((args, kwargs)))):
             drawn = torch.get_rng_state()
             outcomes = []
             for in_parts in (True, False):
@@ -161,10 +134,6 @@ _OF_AUTOGRAD = (
 def _placement(value: Any) -> Placement | None:
     at = value._cell.layout.placement if type(value) is Rows else None
     return at if type(at) is Placement else None
-
-
-def _is_cut(value: Any) -> bool:
-    return _placement(value) is not None
 
 
 def _outcome(func: Any, args: Any, kwargs: Any, *, in_parts: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -234,12 +203,19 @@ def _compared(engine: Engine, file: Path | None, loss: float) -> tuple[dict[str,
     return gaps, bits.hexdigest()
 
 
-def _by_slice(world: World, own: Sequence[tuple[list[int], str]]) -> list[Sequence[tuple[list[int], str]]]:
-    """Gathers the steps' samples and draws of each data slice, which one process of it has recorded. Collective."""
+def _of_all_slices(world: World, own: Sequence[TrialStep]) -> tuple[TrialStep, ...]:
+    """Returns this process's steps with the samples and draws of all data slices. Collective."""
     # Only a pipeline's last stage calls the loss, among the processes that share a slice.
-    recorded = sum(len(ids) for ids, _ in own)
-    everyone = world.gather((world.data_rank, -recorded, world.rank, own))
-    best: dict[int, Any] = {}
-    for record in sorted(everyone, key=lambda record: record[:3]):
-        best.setdefault(record[0], record[3])
-    return list(best.values())
+    recorded = sum(len(step.slices[0]) for step in own)
+    slices: dict[int, Sequence[TrialStep]] = {}
+    gathered = world.gather((world.data_rank, -recorded, world.rank, own))
+    for data_rank, _, _, steps in sorted(gathered, key=lambda each: each[:3]):
+        slices.setdefault(data_rank, steps)
+    return tuple(
+        dataclasses.replace(
+            own[number],
+            slices=tuple(steps[number].slices[0] for steps in slices.values()),
+            draws=tuple(steps[number].draws[0] for steps in slices.values()),
+        )
+        for number in range(len(own))
+    )

@@ -21,9 +21,10 @@ from grappe.table import Table, Tabular
 from grappe.task import Task
 from grappe.training.memory_choice import memory_chosen
 from grappe.training.request import data_folder
+from grappe.training.short_run import StartProcesses
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.verify.instrument import Instrumentation
-from grappe.verbs.verify.runner import BOUND, FACTOR, Difference, StartProcesses, TrialRunner, compare
+from grappe.verbs.verify.runner import BOUND, FACTOR, Difference, TrialRunner, compare
 from grappe.verbs.verify.trained_by_hand import LOSS, NORM, Reference, TrialStep
 from grappe.words import and_more, plan_name
 
