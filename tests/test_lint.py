@@ -1,4 +1,4 @@
-"""What `make lint` refuses: a room that grows, and a budget that does."""
+"""Budgets of lines: `make lint` refuses a room that grows, and a sum that does."""
 
 from scripts import lint
 

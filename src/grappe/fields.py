@@ -19,8 +19,14 @@ from grappe.errors import UsageError, nearest
 T = TypeVar("T")
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-PLAIN = re.compile(r"(\d+(?:\.\d*)?|\.\d+) *([smhd]?)", re.ASCII)
-CLOCK = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", re.ASCII)
+PLAIN = re.compile(r"(\d{1,12}(?:\.\d{0,12})?|\.\d{1,12}) *([smhd]?)", re.ASCII)
+CLOCK = re.compile(r"(?:(\d{1,9}):)?(\d{1,9}):(\d{1,9})", re.ASCII)
+DAYS = re.compile(r"(\d{1,9})-(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)
+"""Slurm's form with days: hours come next, D-HH, D-HH:MM or D-HH:MM:SS (man sbatch, --time)."""
+LARGEST = 2**63
+"""Whole numbers are below it, as in torch's tensors."""
+DIGITS = 18
+"""Most digits of a number in a list."""
 
 
 def hints(cls: type) -> dict[str, Any]:
@@ -98,7 +104,10 @@ def convert(kind: Any, text: str) -> Any:
     if kind is bool:
         return _boolean(text)
     if kind is int:
-        return _number(int, text.replace("_", ""), "a whole number")
+        number = _number(int, text.replace("_", ""), "a whole number")
+        if not -LARGEST <= number < LARGEST:
+            raise ValueError("a whole number below 2^63")
+        return number
     if kind is float:
         return _number(float, text, "a number")
     if kind is type(None):
@@ -181,8 +190,9 @@ def seconds(text: str, name: str) -> float:
     """
     if plain := PLAIN.fullmatch(text.strip()):
         duration = float(plain[1]) * UNITS[plain[2]]
-    elif clock := CLOCK.fullmatch(text.strip()):
-        days, hours, minutes, rest = (int(part or 0) for part in clock.groups())
+    elif clock := DAYS.fullmatch(text.strip()) or CLOCK.fullmatch(text.strip()):
+        hours, minutes, rest = (int(part or 0) for part in clock.groups()[-3:])
+        days = int(clock[1]) if clock.re is DAYS else 0
         duration = days * 86400.0 + hours * 3600.0 + minutes * 60.0 + rest
     else:
         duration = 0.0
@@ -202,7 +212,7 @@ def part(text: str, name: str) -> float:
     """
     try:
         fraction = float(Fraction(text.strip()))
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, ZeroDivisionError, OverflowError):
         fraction = 0.0
     if not 0 < fraction <= 1:
         raise UsageError(f"{name}={text}: give a part of the whole, above 0 and at most 1: 0.5, 1/9")
@@ -237,7 +247,7 @@ def whole_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
         UsageError: a part is no whole number, or is below `least`.
     """
     parts = comma_separated(text, name)
-    if not all(part.isdecimal() and int(part) >= least for part in parts):
+    if not all(part.isdecimal() and len(part) <= DIGITS and int(part) >= least for part in parts):
         raise UsageError(f"{name}={text}: give whole numbers from {least}, with commas between")
     return tuple(map(int, parts))
 
@@ -271,7 +281,7 @@ def count_or_part(text: str, name: str) -> int | float:
     Raises:
         UsageError: the text is neither, or 0.
     """
-    return int(text) if text.isdecimal() and int(text) else part(text, name)
+    return int(text) if text.isdecimal() and len(text) <= DIGITS and int(text) else part(text, name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
+import tokenize
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -106,7 +107,16 @@ def defaults(cls: type[Task]) -> dict[str, object]:
 
 
 def module_of_file(path: Path, kind: str) -> ModuleType:
-    """Loads a user's file as a module of its own name; `kind` is the word for what it holds: task, watcher."""
+    """Loads a user's file as a module of its own name; `kind` is the word for what it holds: task, watcher.
+
+    Raises:
+        TaskError: its text is not in the encoding that it names: no traceback through it could be shown.
+    """
+    try:
+        with tokenize.open(path) as stream:
+            stream.read()
+    except (SyntaxError, UnicodeError) as error:
+        raise TaskError(f"{path} cannot be read as Python: {error}") from error
     path, name = path.resolve(), f"grappe_{kind}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

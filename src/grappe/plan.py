@@ -14,6 +14,7 @@ from grappe.errors import PlanError, UsageError
 
 Rounding = Literal["fp32", "bf16", "int8"]
 """Number format of weights that are written."""
+MOST_THREADS = 4096
 WHOLE_DRAWS = 4
 """Parts of a batch up to which dropout=auto has each part draw for all: a fifth to a half more time; 8 parts: twice."""
 OWN_STATISTICS = frozenset({"horovod", "textbook"})
@@ -22,7 +23,7 @@ ONE_PROCESS = "one"
 """What a plan without any key is called on the command line."""
 RECOMPUTED = re.compile(r"(full|selective|host)(?::(\d+)(?:-(\d+))?)?")
 """A part of recompute: full, selective or host, or one of them for a unit or a range of units: selective:2-5."""
-MEMORY = re.compile(r"(\d+(?:\.\d+)?)([MGT])B")
+MEMORY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([MGT])B")
 UNITS = {"M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -110,8 +111,11 @@ class Plan:
             ("validation_batch", 1),
         ):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise PlanError(f"{name}={value}: it must be at least {least}")
+            most = MOST_THREADS if name in ("threads", "workers") else value
+            if value is not None and not least <= value <= most:
+                raise PlanError(
+                    f"{name}={value}: it must be at least {least}" + f", and at most {most}" * (value > most)
+                )
         if self.offload not in ("none", "cpu") and not self.offload.startswith("nvme:"):
             raise PlanError(f"offload={self.offload}: it must be none, cpu or nvme:FOLDER")
         if self.offload == "nvme:":

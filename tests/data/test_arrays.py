@@ -113,3 +113,13 @@ def test_what_is_no_number_is_named() -> None:
         Arrays(rows[["height"]], rows["label"])
     with pytest.raises(TaskError, match=r"ndarray of .* is not an array of numbers"):
         Arrays(np.array(["a", "b"]), np.zeros(2))
+
+
+def test_what_torch_does_not_take_as_it_is_is_copied() -> None:
+    images = np.arange(24, dtype="uint8").reshape(2, 4, 3)
+    assert Arrays(images[..., ::-1], [0, 1]).inputs[0, 0].tolist() == [2, 1, 0]
+    assert Arrays(np.array([1.5, 2], ">f4"), [0, 1]).inputs.tolist() == [1.5, 2]
+    assert Arrays([[1.0, 2.0], [3.0, 4.0]], [0, 1]).inputs.shape == (2, 2)
+    assert Arrays(np.ma.array([1, 2], mask=[False, False]), [0, 1]).inputs.tolist() == [1, 2]
+    with pytest.raises(TaskError, match=r"values that are missing: fill them, as in array.filled\(0\)"):
+        Arrays(np.ma.array([1, 2], mask=[False, True]), [0, 1])

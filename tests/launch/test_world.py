@@ -61,10 +61,20 @@ def test_not_one_of_a_launchers_processes(environment: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "environment",
-    [{**TORCHRUN, "RANK": "first"}, {**STEP, "SLURM_STEP_TASKS_PER_NODE": "two"}, {**STEP, "SLURM_PROCID": ""}],
+    [
+        {**TORCHRUN, "RANK": "first"},
+        {**TORCHRUN, "RANK": "-1"},
+        {**TORCHRUN, "RANK": TORCHRUN["WORLD_SIZE"]},
+        {**TORCHRUN, "WORLD_SIZE": "9" * 5000},
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": "0"},
+        {**TORCHRUN, "MASTER_PORT": "port"},
+        {**STEP, "SLURM_STEP_TASKS_PER_NODE": "two"},
+        {**STEP, "SLURM_PROCID": ""},
+        {**STEP, "SLURM_NODEID": "-9"},
+    ],
 )
 def test_variables_that_are_no_numbers(environment: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="is not a number"):
+    with pytest.raises(UsageError, match=r"is not a number from .* unset RANK, WORLD_SIZE"):
         rank_from_environment(environment)
 
 

@@ -5,15 +5,21 @@ A task gives its model the weights of a local folder by `pretrained`, as transfo
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import difflib
+import functools
+import importlib
 import json
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -202,12 +208,27 @@ def read_content(file: Path) -> Any:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise RunError("it is compressed, which torch's own files never are")
         # Mapped, tensors that are not read (the optimizer's state) cost no memory.
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+        with torch.serialization.safe_globals(_harmless()):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except MemoryError as error:
         raise RunError(f"--from {file}: it needs more memory than the model's weights may: {ALONE}") from error
     except Exception as error:  # torch raises many kinds for a damaged or hostile file
-        reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0][:300]
-        raise RunError(f"--from {file}: it contains more than weights, or is damaged: {reason}") from error
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0].partition(" Please")[0]
+        raise RunError(
+            f"--from {file}: it contains more than weights, or is damaged: {reason[:200]}. Nothing in it was run: "
+            f"{ALONE}"
+        ) from error
+
+
+@functools.cache
+def _harmless() -> list[Any]:
+    """Lists what torch may make beside tensors and plain containers: NumPy's numbers and arrays, and a Namespace."""
+    made: list[Any] = [argparse.Namespace, np.dtype, np.ndarray, *{type(np.dtype(code)) for code in "?bhilqBHILQefdg"}]
+    for module in ("numpy._core.multiarray", "numpy.core.multiarray"):  # the second one's name is in older files
+        with contextlib.suppress(ImportError), warnings.catch_warnings(action="ignore"):
+            parts = importlib.import_module(module)
+            made += [(getattr(parts, name), f"{module}.{name}") for name in ("scalar", "_reconstruct")]
+    return made
 
 
 def state_dict_of(content: Any, file: Path) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ FORM = 1
 """Version of the form of what --json prints: it rises when a name goes or changes its meaning."""
 LAUNCH_OPTIONS = ("--plan", "-p", "--run", "--runs", "--save-every")
 """Options of `grappe launch` that a value follows."""
+NARROWEST = 20  # columns of the terminal
 BUG = "a bug in grappe"
 """What an exception that nobody foresaw is called: attacks and fuzzers search what was said for it."""
 
@@ -38,6 +40,8 @@ def run(app: App, words: Sequence[str] | None = None) -> NoReturn:
     show_any_text()
     if (unknown := unknown_language()) is not None and is_main_process():
         complain(f"grappe: {unknown}")
+    if 0 < shutil.get_terminal_size().columns < NARROWEST:  # where rich wraps letter by letter, for minutes
+        os.environ["COLUMNS"] = str(NARROWEST)
     arguments = [text for text in words if text != "--debug"]
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]

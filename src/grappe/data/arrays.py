@@ -37,8 +37,7 @@ class Arrays(Dataset):
     """
 
     def __init__(self, inputs: Any, targets: Any, *, transform: Callable[[Any], Any] | None = None) -> None:
-        self.inputs = tree_map(as_tensor, inputs)
-        self.targets = tree_map(as_tensor, targets)
+        self.inputs, self.targets = (tree_map(as_tensor, _of_rows(data)) for data in (inputs, targets))
         self._rows: Tensor | None = None
         self._has_copies = False
         self._on_gpu: torch.device | None = None
@@ -169,14 +168,27 @@ def _pick(stored: Tensor, index: Tensor, device: torch.device | None) -> Tensor:
     return rows if device is None or device.type == "cuda" or rows.device == device else rows.to(device)
 
 
+def _of_rows(data: Any) -> Any:
+    """Returns a list of rows, or of numbers, as one array; a list of arrays is of several inputs."""
+    leaf = data
+    while isinstance(leaf, list) and leaf:
+        leaf = leaf[0]
+    return np.asarray(data) if isinstance(data, list) and isinstance(leaf, int | float) else data
+
+
 def as_tensor(data: Any) -> Tensor:
-    """Returns `data` as a tensor that shares its memory, where that is possible.
+    """Returns `data` as a tensor that shares its memory, where that is possible; else a copy.
 
     Raises:
         TaskError: it does not hold numbers (but words, dates or missing values, for example).
     """
     if hasattr(data, "iloc"):  # pandas, which need not be installed
         data = _of_frame(data)
+    if np.ma.is_masked(data):
+        raise TaskError("Arrays: a masked array has values that are missing: fill them, as in array.filled(0)")
+    if isinstance(data, np.ndarray):  # torch takes neither another byte order nor a negative stride
+        data = data if data.dtype.isnative else data.astype(data.dtype.newbyteorder("="))
+        data = np.ascontiguousarray(data) if min(data.strides, default=0) < 0 else data
     try:
         with warnings.catch_warnings():
             # nothing writes to a memory-mapped file that is open for reading: batches are copies

@@ -401,7 +401,14 @@ def offsets_kept() -> Iterator[None]:
 def training_loader(
     task: Task, dataset: Dataset, plan: Plan, world: World, order: SampleOrder | None = None
 ) -> BatchLoader:
-    """Loads shuffled batches of `task.batch_size` samples over the whole world, in `training_order`."""
+    """Loads shuffled batches of `task.batch_size` samples over the whole world, in `training_order`.
+
+    Raises:
+        PlanError: the plan has more parts than a batch has samples.
+    """
+    for key in ("microbatches", "exact"):
+        if getattr(plan, key) > max(1, task.batch_size):
+            raise PlanError(f"{key}={getattr(plan, key)} cuts a batch of {task.batch_size} samples: take fewer parts")
     order = order or training_order(task, dataset)
     if order.sampling is not None and order.sampling.repeats:
         dataset = with_copies(dataset)

@@ -98,7 +98,9 @@ def naming_user_line(task: object) -> Iterator[None]:
     """Context in which an exception from the task's own code becomes one message that names the line."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as raised:
+        # Python says "generator raised StopIteration" of a sample that raises one.
+        error = raised.__cause__ if isinstance(raised.__cause__, StopIteration) else raised
         if isinstance(error, GrappeError) or not is_users(error):
             raise
         raise TaskError(f"{type(task).__name__} failed: {sentence(error, task)}") from error

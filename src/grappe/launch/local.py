@@ -43,6 +43,7 @@ from grappe.profiling import memory
 from grappe.words import first_line, format_bytes, host_name
 
 GRACE_SECONDS = 3.0
+MOST_ON_A_CORE = 32  # processes: more only wait for each other, and take a few hundred MB each
 PRELOADED = "GRAPPE_PRELOADED"
 """Variable with the modules that the server imports."""
 # torch._dynamo: the first optimizer that is made imports it, and all that FSDP2 needs.
@@ -246,9 +247,18 @@ def local(
         The result of process 0.
 
     Raises:
-        GrappeError: a process raised it; ProcessDied if a process ended unexpectedly, with its name and last lines.
+        GrappeError: a process raised it; ProcessDied if a process ended unexpectedly, with its name and last lines;
+            PlanError if there are far more processes than cores.
         KeyboardInterrupt: after Ctrl-C; with `saves`, after the second one.
     """
+    from grappe.launch.world import cores
+
+    most = MOST_ON_A_CORE * cores()
+    if processes > most:
+        raise errors.PlanError(
+            f"the plan has {processes} processes, and this machine {cores()} cores: start at most {most} here, or give "
+            "the plan to more nodes (grappe submit)"
+        )
     with SignalForwarding(saves=saves) as signals:
         while True:
             launch = Launch(function, argument, processes, signals, from_training=from_training)

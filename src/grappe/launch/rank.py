@@ -7,9 +7,11 @@ import os
 from collections.abc import Mapping
 
 from grappe.errors import UsageError
+from grappe.errors.foreign_text import printable
 
 # Slurm's own steps, of salloc's shell and of the batch script, count down from the top.
 INTERACTIVE_STEPS = 0xFFFFFFF0
+MOST_PROCESSES, DIGITS = 10**6, 12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,17 +40,9 @@ def rank_from_environment(environment: Mapping[str, str] = os.environ) -> Proces
     Raises:
         UsageError: a launcher's variables contradict each other.
     """
-    try:
-        if "RANK" in environment and "WORLD_SIZE" in environment:
-            return _torchrun(environment)
-        if _in_slurm_step(environment):
-            return _srun(environment)
-    except ValueError as error:
-        raise UsageError(
-            f"a variable that torchrun or srun sets for each process is not a number ({error}): unset RANK, "
-            "WORLD_SIZE and SLURM_PROCID, or start grappe with its launcher"
-        ) from error
-    return None
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return _torchrun(environment)
+    return _srun(environment) if _in_slurm_step(environment) else None
 
 
 def is_main_process() -> bool:
@@ -66,32 +60,55 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessRank:
             raise UsageError(
                 f"RANK and WORLD_SIZE are set, and {name} is not: unset both, or start grappe with torchrun"
             )
+    size = _number(environment, "WORLD_SIZE", 1)
+    local_size = _number(environment, "LOCAL_WORLD_SIZE", 1, size, "1")
+    _number(environment, "MASTER_PORT", 0, 65535)
     return ProcessRank(
-        rank=int(environment["RANK"]),
-        size=int(environment["WORLD_SIZE"]),
-        local_rank=int(environment.get("LOCAL_RANK", 0)),
-        local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
+        rank=_number(environment, "RANK", 0, size - 1),
+        size=size,
+        local_rank=_number(environment, "LOCAL_RANK", 0, local_size - 1, "0"),
+        local_size=local_size,
         launcher="torchrun",
         job=f"{environment.get('TORCHELASTIC_RUN_ID', 'none')}-{environment['MASTER_PORT']}",
     )
 
 
 def _srun(environment: Mapping[str, str]) -> ProcessRank | None:
-    if int(environment["SLURM_STEP_NUM_TASKS"]) == 1:
+    size = _number(environment, "SLURM_STEP_NUM_TASKS", 1)
+    if size == 1:
         return None
     counts: list[int] = []  # of the step's processes on each node, from a text like `2(x2),1`
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         count, _, repeat = part.partition("(x")
-        counts += [int(count)] * (int(repeat.rstrip(")")) if repeat else 1)
-    node = int(environment.get("SLURM_NODEID", 0))
+        texts = {"SLURM_STEP_TASKS_PER_NODE": count, "repeat": repeat.rstrip(")") or "1"}
+        counts += [_number(texts, "SLURM_STEP_TASKS_PER_NODE", 1, size)] * _number(texts, "repeat", 1, size)
+    node = _number(environment, "SLURM_NODEID", 0, size, "0")
+    local_size = counts[node] if node < len(counts) else counts[0]
     return ProcessRank(
-        rank=int(environment["SLURM_PROCID"]),
-        size=int(environment["SLURM_STEP_NUM_TASKS"]),
-        local_rank=int(environment["SLURM_LOCALID"]),
-        local_size=counts[node] if node < len(counts) else counts[0],
-        cores=int(environment["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in environment else None,
+        rank=_number(environment, "SLURM_PROCID", 0, size - 1),
+        size=size,
+        local_rank=_number(environment, "SLURM_LOCALID", 0, local_size - 1),
+        local_size=local_size,
+        cores=_number(environment, "SLURM_CPUS_PER_TASK", 1) if "SLURM_CPUS_PER_TASK" in environment else None,
         launcher="srun",
         job="-".join(environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
+    )
+
+
+def _number(
+    environment: Mapping[str, str], name: str, least: int, most: int = MOST_PROCESSES, default: str | None = None
+) -> int:
+    """Reads a launcher's variable; `default` is for one that is not set.
+
+    Raises:
+        UsageError: it is no number, or not within its bounds.
+    """
+    text = environment.get(name, default or "")
+    if text.strip().isdecimal() and len(text) < DIGITS and least <= int(text) <= most:
+        return int(text)
+    raise UsageError(
+        f"{name}={printable(text)}, which torchrun or srun sets, is not a number from {least} to {most}: unset RANK, "
+        "WORLD_SIZE and SLURM_PROCID, or start grappe with its launcher"
     )
 
 

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grappe.errors import ProcessDied, RunError, UsageError
+from grappe.errors.foreign_text import printable
 from grappe.launch import files
 from grappe.launch.terminal import redirected
+from grappe.words import first_line, host_name
 
 if TYPE_CHECKING:
     import torch
@@ -142,11 +144,13 @@ def start(
     if process.size == process.local_size:
         # A laptop's hostname often resolves to nowhere; processes of one node meet on the loopback interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if process.size > 1 else ():
+        _check_interface(name, os.environ.get(name, ""))
     address = rendezvous_folder / f".rendezvous-{process.job or '0'}"
     if process.size == 1:
         store: dist.Store = dist.HashStore()  # FSDP2 offloads through a group, of one process too
     elif process.launcher == "torchrun":
-        store = _env_store(process)
+        store = _env_store(process, timeout)
     elif process.secret:
         # A file in a folder that the command has made for itself alone: there is no port to connect to.
         store = dist.FileStore(str(rendezvous_folder / "store"), process.size)
@@ -174,6 +178,25 @@ def start(
     secret = process.secret or shared_secret(process, store, rendezvous_folder)
     authenticate(process, secret)
     return secret
+
+
+def _check_interface(name: str, text: str) -> None:
+    """Checks that this machine has the network interfaces of a variable of gloo's or NCCL's.
+
+    NCCL takes prefixes of names, exact ones after "=", and after "^" all others, which are not checked.
+
+    Raises:
+        UsageError: it has none of them.
+    """
+    here = [interface for _, interface in socket.if_nameindex()]
+    wanted_names = [part.strip() for part in text.removeprefix("=").split(",") if part.strip()]
+    by_prefix = name.startswith("NCCL") and not text.startswith("=")
+    matches = [each for each in wanted_names if any(i == each or (by_prefix and i.startswith(each)) for i in here)]
+    if wanted_names and not text.startswith("^") and not matches:
+        raise UsageError(
+            f"{name}={printable(text)}: {host_name()} has no such network interface, but {', '.join(sorted(here))}: "
+            f"unset {name}, or name one of these"
+        )
 
 
 def _try_threads(process: ProcessRank, store: Store, timeout: timedelta) -> None:
@@ -218,7 +241,7 @@ def claims_error_report(process: ProcessRank) -> bool:
     return first
 
 
-def _env_store(process: ProcessRank) -> Store:
+def _env_store(process: ProcessRank, timeout: timedelta) -> Store:
     import torch.distributed as dist
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -237,8 +260,24 @@ def _env_store(process: ProcessRank) -> Store:
                 time.sleep(pause)
             except OSError:  # a network of its own kind: torch tries, and says what is wrong
                 break
-    # torchrun's agent may already serve a store at MASTER_PORT; env:// knows how to share it.
-    store, _, _ = next(iter(dist.rendezvous("env://")))
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        socket.getaddrinfo(host, port)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(
+            f"MASTER_ADDR={printable(host)}: {host_name()} does not know this machine ({error}): give the name or the "
+            "address of process 0's node"
+        ) from error
+    try:
+        # torchrun's agent may already serve a store at MASTER_PORT; env:// knows how to share it.
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE_SECONDS))))
+    except RuntimeError as error:
+        raise UsageError(
+            f"process {process.rank} of {process.size} waited {PATIENCE_SECONDS:.0f} s for the others at "
+            f"{host}:{port}: start WORLD_SIZE={process.size} processes at a time, each with the same MASTER_ADDR and "
+            f"MASTER_PORT ({first_line(error)})"
+        ) from error
+    store.set_timeout(timeout)
     # It outlives a training, and the next one in the same processes must not find this one's addresses.
     starts = store.add(f"grappe/starts/{process.rank}", 1)
     return dist.PrefixStore(f"grappe/{starts}", store)

@@ -127,7 +127,8 @@ def user_stream(process: ProcessRank) -> UserStream | None:
         return None
     handles, _, language = os.environ.pop(TERMINAL, "").partition(" ")
     handle, _, errors = handles.partition(",")
-    stream = UserStream(os.fdopen(int(handle), "w") if handle else sys.stdout, language or None)
+    opened = os.fdopen(int(handle), "w", errors="backslashreplace") if handle else sys.stdout
+    stream = UserStream(opened, language or None)
     stream.errors = int(errors or 2)
     return stream
 

@@ -152,6 +152,8 @@ class JobOptions:
         at_least(self, 0, "chain", "restarts", "spare")
         at_least(self, 1, "processes", "cores")
         if self.time and self.time != AUTO:
+            if self.time.strip().isdecimal():
+                raise UsageError(f"--time={self.time} has no unit, and Slurm reads minutes: write 30m, 3h or 00:30:00")
             seconds(self.time, "--time")  # refused before the site is asked
 
     @property

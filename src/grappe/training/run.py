@@ -338,7 +338,9 @@ class Run(Tabular):
         if self.is_finished():
             return "finished"
         with contextlib.suppress(OSError, RunError, ValueError):
-            return f"failed: {printable(files.read_text(self.folder / FAILED), MOST_OF_REASON)}"
+            with files.reader(self.folder / FAILED) as stream:
+                reason = stream.read(4 * MOST_OF_REASON).decode(errors="replace")
+            return f"failed: {printable(reason, MOST_OF_REASON)}"
         status = description.get("status", "unknown")
         if status == "running" and not Lease(self.folder).held_by() and not self._has_just_begun():
             return ENDED_UNEXPECTEDLY
@@ -448,7 +450,7 @@ def start_facts(world: World) -> dict[str, Any]:
 def _size(world: World) -> dict[str, Any]:
     """Returns the size of this start: of a job, also the seconds that it waited, and nodes that idle."""
     numbers = {name: os.environ.get(f"GRAPPE_{name.upper()}", "") for name in ("waited", "idle_nodes", "start")}
-    of_job = {name: int(text) for name, text in numbers.items() if text.isascii() and text.isdigit()}
+    of_job = {name: int(text) for name, text in numbers.items() if re.fullmatch("[0-9]{1,12}", text)}
     nodes = max(1, world.size // world.process.local_size)
     return {"at": round(time.time()), "step": 0, "processes": world.size, "nodes": nodes, **of_job}
 

@@ -64,17 +64,26 @@ def facts(base: Path, folder: Path | None = None, tag: str | None = None) -> lis
     Args:
         tag: of the runs, those that have it; None: all.
     """
-    return [
-        {
-            **(description := run.read_description()),
-            "folder": str(run.folder),
-            "status": run.read_status(description),
-            "evaluation": run.last_record("evaluation"),
-            "checkpoints": [checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)],
-        }
-        for run in ([Run(folder)] if folder is not None else all_runs(base))
-        if tag is None or tag in run.read_description().get("tags", [])
-    ]
+    entries = list[dict[str, Any]]()
+    for run in [Run(folder)] if folder is not None else all_runs(base):
+        try:
+            description = run.read_description()
+        except RunError as error:
+            if folder is not None:
+                raise
+            entries.append({"folder": str(run.folder), "status": "run.json cannot be read", "error": str(error)})
+            continue
+        if tag is None or tag in description.get("tags", []):
+            entries.append(
+                {
+                    **description,
+                    "folder": str(run.folder),
+                    "status": run.read_status(description),
+                    "evaluation": run.last_record("evaluation"),
+                    "checkpoints": [checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)],
+                }
+            )
+    return entries
 
 
 def describe(folder: Path) -> Table:

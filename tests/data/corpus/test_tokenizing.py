@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +58,15 @@ def test_a_killed_tokenizing_goes_on(tmp_path):
     assert done.were_there == there < 12
     tokens = Corpus(tmp_path / "tokens")
     assert [list(tokens[n]["tokens"]) for n in range(95)] == [words([row(n)["text"]])[0] for n in range(95)]
+
+
+def test_a_tokenizer_neither_cuts_nor_fills_documents(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, "[PAD]": 1, "a": 2, "b": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(pad_id=1, length=4)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    encode, _ = tokenizing.tokenizer_of(tmp_path / "tokenizer.json")
+    assert encode(["a b a b", "b"]) == [[2, 3, 2, 3], [3]]

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grappe.errors import PlanError, UsageError, nearest
+from grappe.errors import PlanError, RunError, UsageError, nearest
 from grappe.fields import with_variables
+from grappe.launch import files
 from grappe.plan import Plan
 from grappe.task import Task
 
@@ -123,10 +124,10 @@ def read(plan: Plan) -> Settings:
         return {}
     file = Path(plan.config).expanduser()
     try:
-        config = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError) as error:
+        config = json.loads(files.read_bytes(file.resolve(), levels=1).decode())
+    except (OSError, RunError, UnicodeDecodeError) as error:
         raise PlanError(f"config={plan.config} cannot be read: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"config={plan.config} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise PlanError(f"config={plan.config} holds no JSON object: write {{…}}, as DeepSpeed documents it")

@@ -123,4 +123,6 @@ def tokenizer_of(file: Path) -> tuple[Callable[[Sequence[str]], list[list[int]]]
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises no narrower one
         raise DataError(f"{path} is no tokenizer.json: {error}") from None
+    tokenizer.no_truncation()  # which its file may keep from a fine-tuning, for batches of samples
+    tokenizer.no_padding()
     return lambda texts: [each.ids for each in tokenizer.encode_batch(list(texts))], hashlib.sha256(content).hexdigest()
