@@ -138,6 +138,9 @@ def test_names_that_do_not_match_are_listed(tmp_path) -> None:
 
 
 def test_from_what_is_no_run(tmp_path) -> None:
+    with pytest.raises(TaskError, match=r"is no run: it has to be a \.safetensors file, or a folder with"):
+        build(Small(), tmp_path / "checkpoints", Begin(source=tmp_path))
+    (tmp_path / "run.json").write_text("{}")
     with pytest.raises(RunError, match="no run with a checkpoint that verifies"):
         build(Small(), tmp_path / "checkpoints", Begin(source=tmp_path))
 

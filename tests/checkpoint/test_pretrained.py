@@ -107,7 +107,7 @@ def test_what_is_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"there is neither.*save_pretrained"):
         grappe.pretrained(network(), tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(TaskError, match="a pickle, which is never loaded"):
+    with pytest.raises(TaskError, match="name that file, to read its weights alone"):
         grappe.pretrained(network(), tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "../a.safetensors"}}')
@@ -133,3 +133,15 @@ def test_tied_weights_and_models_of_transformers_with_and_without_a_head(tmp_pat
     bare.save_pretrained(tmp_path / "bare")
     again = grappe.pretrained(transformers.BertForMaskedLM(config), tmp_path / "bare", fresh=["cls.*"])
     assert torch.equal(again.bert.embeddings.word_embeddings.weight, bare.embeddings.word_embeddings.weight)
+
+
+def test_a_new_head_keeps_its_initial_values(tmp_path: Path) -> None:
+    other = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    torch.save(other.state_dict(), tmp_path / "other.pth")
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    head = model[1].weight.detach().clone()
+    with pytest.raises(UsageError, match=r'1.weight is \[4, 8\] there and \[3, 8\] .*fresh=\["NAME.\*"\]'):
+        grappe.pretrained(model, tmp_path / "other.pth")
+    grappe.pretrained(model, tmp_path / "other.pth", fresh=["1.*"])
+    assert torch.equal(model[0].weight, other[0].weight)
+    assert torch.equal(model[1].weight, head)

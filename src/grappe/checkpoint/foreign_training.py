@@ -124,7 +124,7 @@ def copy_values(matched: Matched, weights: Weights, where: str) -> None:
         name, tensor, (first, *others) = place.name, place.tensor, place.sources
         if weights.shape(first) != tuple(tensor.shape):
             shapes = f"{list(weights.shape(first))} there and {list(tensor.shape)} in the model"
-            raise UsageError(f"{where}: {name} is {shapes}: is it made from the same configuration?")
+            raise UsageError(f"{where}: {name} is {shapes}: is it made from the same configuration? {NEW_LAYERS}")
         value = weights.read(first)
         if kind_of(value.dtype) != kind_of(tensor.dtype):
             kinds = f"{value.dtype} there and {tensor.dtype} in the model".replace("torch.", "")
@@ -161,6 +161,10 @@ def some(names: Iterable[str]) -> str:
 
 
 PICKLED = (".ckpt", ".pt", ".pth", ".bin")
+NEW_LAYERS = (
+    "To train some layers from scratch, let model() return "
+    'grappe.pretrained(model, FILE, fresh=["NAME.*"]), and leave --from out'
+)
 ALONE = "save the weights alone: torch.save(model.state_dict(), FILE)"
 KEYS = ("state_dict", "model_state_dict", "model", "net", "network", "weights")
 """Keys under which scripts save a model's weights, besides the optimizer and the epoch."""
@@ -274,8 +278,10 @@ def pretrained(model: Model, place: Path | str, *, fresh: Sequence[str] = (), un
     checkpoint.
 
     Args:
-        place: a folder with model.safetensors or model.safetensors.index.json, or one .safetensors file.
-        fresh: patterns of the names ("classifier.*") that the files lack; these keep their initial values.
+        place: a folder with model.safetensors or model.safetensors.index.json, a .safetensors file, or a .pt, .pth or
+            .ckpt of weights alone.
+        fresh: patterns of the names ("classifier.*") that the files lack, or have with another shape; these keep their
+            initial values.
         unused: patterns of the names in the files that the model does not have.
 
     Raises:
@@ -285,7 +291,7 @@ def pretrained(model: Model, place: Path | str, *, fresh: Sequence[str] = (), un
     if any(parameter.is_meta for parameter in model.parameters()):
         return model
     where = f"grappe.pretrained({str(place)!r})"
-    weights = _files_of(Path(place), where)
+    weights = files_of(Path(place), where)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."  # a model of transformers, with or without its head
     matched = match(model, weights, [lambda name: f"{prefix}{name}", lambda name: name.removeprefix(prefix)])
     missing, left = _without(matched.missing, fresh), _without(matched.left, unused)
@@ -295,11 +301,25 @@ def pretrained(model: Model, place: Path | str, *, fresh: Sequence[str] = (), un
             "fresh=[…] for parameters to train from scratch and unused=[…] for those to ignore: patterns such as "
             f"{next(iter(missing or left)).partition('.')[0]}.*"
         )
-    copy_values(matched, weights, where)
+    kept = [place for place in matched.places if not _is_fresh(place, weights, fresh)]
+    copy_values(dataclasses.replace(matched, places=kept), weights, where)
     return model
 
 
-def _files_of(place: Path, where: str) -> TensorFiles:
+def _is_fresh(place: Place, weights: Weights, patterns: Sequence[str]) -> bool:
+    """Returns whether a tensor keeps its initial values, as the file has its name with another shape."""
+    others = [weights.shape(source) for source in place.sources if weights.shape(source) != tuple(place.tensor.shape)]
+    return bool(others) and any(fnmatchcase(place.name, pattern) for pattern in patterns)
+
+
+def files_of(place: Path, where: str) -> Weights:
+    """Opens the weights of a .safetensors file, of what torch.save wrote, or of a folder of transformers'.
+
+    Raises:
+        TaskError: it is none of these.
+    """
+    if place.is_file() and place.suffix in PICKLED:
+        return foreign_weights(place)
     # A file that the user names may be a link, as in transformers' own cache.
     named = [place] if place.is_file() and place.suffix == ".safetensors" else []
     if (place / INDEX).is_file():
@@ -309,7 +329,7 @@ def _files_of(place: Path, where: str) -> TensorFiles:
     if named:
         return TensorFiles([file.resolve() for file in named], levels=1)
     pickled = sorted(file.name for file in place.glob("*.bin"))
-    why = f"only {pickled[0]}, a pickle, which is never loaded" if pickled else "there is neither"
+    why = f"only {pickled[0]}: name that file, to read its weights alone" if pickled else "there is neither"
     raise TaskError(
         f"{where}: it has to be a .safetensors file, or a folder with {SINGLE} or {INDEX}, and {why}: "
         "model.save_pretrained(FOLDER) writes it"

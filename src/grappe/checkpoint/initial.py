@@ -17,9 +17,11 @@ from torch.nn.parameter import is_lazy
 from grappe.checkpoint.commit import Origin, commit, write_new
 from grappe.checkpoint.foreign_training import (
     ALONE,
+    NEW_LAYERS,
     Begin,
     copy_values,
     differences,
+    files_of,
     foreign_training,
     foreign_weights,
     match,
@@ -180,10 +182,31 @@ def _save(
         raise RunError(f"step {step} could not be saved: {error}: {disk_advice(error)}; then start again") from error
 
 
+def _foreign_folder(source: Path) -> Path:
+    """Returns a folder that grappe did not write, if it may hold weights as transformers writes them.
+
+    Raises:
+        RunError: it is another library's checkpoint, which has a way to convert it.
+    """
+    if (source / ".metadata").is_file():
+        raise RunError(
+            f"--from {source}: this is a distributed checkpoint of torch's: python -m "
+            f"torch.distributed.checkpoint.format_utils dcp_to_torch {source} weights.pt, then --from weights.pt"
+        )
+    if (source / "latest").is_file():
+        raise RunError(
+            f"--from {source}: this is DeepSpeed's checkpoint: python {source / 'zero_to_fp32.py'} {source} FOLDER "
+            "(its own script, which it saves there), then --from the file that it writes"
+        )
+    return source
+
+
 def _weights_of(source: Path) -> tuple[Weights, str]:
     """Returns the weights, and a note where an older checkpoint than the newest is taken; else ""."""
     if not source.is_dir():
         return foreign_weights(source), ""
+    if not (source / "checkpoints").is_dir() and not (source / "run.json").is_file():
+        return files_of(source, f"--from {_foreign_folder(source)} is no run"), ""
     choice = choose(source / "checkpoints")
     if choice.checkpoint is None:
         why = f": {choice.passed_over[0]}" if choice.passed_over else ""
@@ -235,7 +258,8 @@ def _copied(model: nn.Module, source: Path) -> str:
         missing = {name: shape for name, shape in matched.missing.items() if name in trained}
         if missing or matched.left:
             raise RunError(
-                f"--from {source}: its parameter names differ from this model's. {differences(missing, matched.left)}"
+                f"--from {source}: its parameter names differ from this model's. {differences(missing, matched.left)}. "
+                f"{NEW_LAYERS}"
             )
         copy_values(matched, weights, f"--from {source}")
         return "\n".join(filter(None, (note, matched.note and f"--from {source}: {matched.note}")))

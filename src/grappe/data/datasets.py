@@ -15,6 +15,7 @@ from grappe.data.draw import mix, permute
 from grappe.data.sampling import DrawnSamples, EpochOrder, SampleOrder, Sampling
 from grappe.data.stream import Stream
 from grappe.errors import DataError, GrappeError, TaskError
+from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import user_call
 from grappe.errors.user_line import at, line_of
 from grappe.launch.files import locked, own_folder, state_base
@@ -42,8 +43,27 @@ def dataset_of(task: Task, split: str, folder: Path) -> Any:
                 f"so give some of them as a list: list(itertools.islice(stream, 1000)){at(task, 'data')}"
             )
         return dataset if isinstance(dataset, Stream) else Stream(dataset)
+    if split != "train" and hasattr(dataset, "numbered_as"):
+        train = None
+        with contextlib.suppress(DataError, TaskError):  # where it is not there, its classes cannot be compared
+            train = user_call(task, "data", "train", folder)
+        dataset = dataset.numbered_as(train) if hasattr(train, "numbered_as") else dataset
     check(dataset, split, task)
     return one_by_one(dataset) if overrides(task, "collate") else dataset
+
+
+def refuse_differing_classes(train: Any, validation: Any) -> None:
+    """Raises DataError if two splits with names of classes give a name other numbers; `Images` are numbered alike."""
+    numbers, others = (list(getattr(dataset, "classes", ())) for dataset in (train, validation))
+    if numbers == others or not (numbers and others):
+        return
+    name = next((each for each in others if each not in numbers or numbers.index(each) != others.index(each)), None)
+    if name is not None:
+        there = f"is number {numbers.index(name)} in training" if name in numbers else "is not in training"
+        raise DataError(
+            f"the class {printable(name)!r} has number {others.index(name)} in validation and {there}: give both "
+            "splits the classes of training, in its order"
+        )
 
 
 def refuse_differing_lengths(world: World, lengths: Mapping[str, int]) -> None:

@@ -93,7 +93,8 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
         return SystemExit(code)
     name = f"process {process.rank} of {process.size} on {host_name()}"
     if ours:
-        reported = type(error).__new__(type(error))  # a class may take other arguments than its text
+        kind: type[GrappeError] = type(error)
+        reported = kind.__new__(kind)  # a class may take other arguments than its text
         reported.args = (f"{name}: {error}" if process.rank else str(error),)
     else:
         how = f"failed with {type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from grappe.checkpoint.weights import ModelWeights
 from grappe.data import loader
 from grappe.data.batch import inside
 from grappe.data.corpus.mixture import drawn_from
-from grappe.data.datasets import dataset_of, prepare, refuse_differing_lengths
+from grappe.data.datasets import dataset_of, prepare, refuse_differing_classes, refuse_differing_lengths
 from grappe.data.source import explaining_ended_workers
 from grappe.data.stream import POSITION, Stream
 from grappe.engines.base import EngineSetup
@@ -261,6 +261,7 @@ def read(task: Task, folder: Path, world: World, steps: int | None) -> Data:
     train, validation = (dataset_of(task, split, folder) for split in ("train", "validation"))
     if isinstance(train, Stream) and train.endless and steps is not None:
         train.samples = -(-steps // task.epochs) * task.batch_size
+    refuse_differing_classes(train, validation)
     refuse_differing_lengths(world, {"training": len(train), "validation": len(validation)})
     with naming_user_line(task):
         order = loader.training_order(task, train)

@@ -5,14 +5,18 @@ import pickle
 import random
 import shutil
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from grappe import Task
 from grappe.data import CentreCrop, Images, RandomResizedCrop
+from grappe.data.datasets import dataset_of, refuse_differing_classes
 from grappe.data.images.index import INDEX, MOST_OPEN, QUARANTINE, described, open_index, write_quarantine
 from grappe.data.images.listing import listing
 from grappe.data.shards import index as index_file
@@ -362,3 +366,49 @@ def test_other_files_are_left_out(tmp_path: Path) -> None:
     assert len(data) == 25
     assert data._index.left_out == 2
     assert data.classes == CLASSES
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "filename,label\n0.jpg,golden retriever\n1.jpg,golden eagle\n2.jpg,polar bear\n",
+        '\ufeff"golden retriever","0.jpg"\n"golden eagle","1.jpg"\n"polar bear","2.jpg"\n',
+        "0.jpg; golden retriever\n1.jpg; golden eagle\n2.jpg; polar bear\n",
+        "box,image,label\n3 4,0,golden retriever\n1 2,1,golden eagle\n5 6,2,polar bear\n",
+        "0.jpg golden retriever\n1.jpg golden eagle\n2.jpg polar bear\n",
+    ],
+)
+def test_names_of_classes_may_have_spaces(tmp_path: Path, text: str) -> None:
+    (tmp_path / "val.tar").write_bytes(tar((f"{number}.jpg", jpeg(part(number, 20, 60))) for number in range(3)))
+    (tmp_path / "labels.csv").write_text(text)
+    data = Images(tmp_path / "val.tar", VIEW, labels=tmp_path / "labels.csv")
+    assert [data.classes[label] for label in data.targets()] == ["golden retriever", "golden eagle", "polar bear"]
+
+
+def test_a_split_that_lacks_a_class_keeps_the_numbers_of_training(tmp_path: Path) -> None:
+    class Pictures(Task):
+        """Pictures of a folder for each split."""
+
+        def data(self, split: str, folder: Path) -> Images:
+            return Images(folder / split, VIEW)
+
+    everything = files(2, 20, 60)
+    folder(tmp_path / "train", everything)
+    folder(tmp_path / "validation", {name: picture for name, picture in everything.items() if CLASSES[1] not in name})
+    data = dataset_of(Pictures(), "validation", tmp_path)
+    assert data.classes == tuple(sorted(CLASSES))
+    assert sorted(set(data.targets().tolist())) == [0, 2]
+    folder(tmp_path / "validation", {"zebra/0.JPEG": everything[next(iter(everything))]})
+    with pytest.raises(TaskError, match=r"validation has the class 'zebra', which .*train lacks \(1 in all\)"):
+        dataset_of(Pictures(), "validation", tmp_path)
+
+
+def test_other_datasets_have_the_same_classes_in_both_splits() -> None:
+    def of(*classes: str) -> Any:
+        return types.SimpleNamespace(classes=classes)
+
+    refuse_differing_classes(of("ant", "bee"), of("ant", "bee"))
+    refuse_differing_classes(of("ant", "bee"), of("ant"))
+    refuse_differing_classes(of("ant"), object())
+    with pytest.raises(DataError, match=r"the class 'cat' has number 1 in validation and is number 2 in training"):
+        refuse_differing_classes(of("ant", "bee", "cat"), of("ant", "cat"))

@@ -279,7 +279,11 @@ def test_pictures_that_cannot_be_taken(given, tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes((tmp_path / "large.png").read_bytes()[:40])
     (tmp_path / "no.jpg").write_bytes(b"text")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "above/ant").mkdir(parents=True)
+    (tmp_path / "above/ant/0.png").write_bytes((tmp_path / "large.png").read_bytes())
+    (tmp_path / "above/._0.png").write_bytes(b"Mac OS X")
     for task, name, told in [
+        ("digits", "above", r"there is no picture in this folder .*, but in .*above/ant: name that one"),
         ("digits", "large.png", "it has 8 x 9 pixels, and the task's samples 8 x 8: resize it"),
         ("digits", "cut.png", r"cut\.png: "),
         ("digits", "no.jpg", r"no\.jpg: neither JPEG nor PNG"),

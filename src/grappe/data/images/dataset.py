@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         self.view = view
         label_files = [None if file is None else Path(file).absolute() for file in (labels, numbering)]
         self._index = open_index(self.source, *label_files)[0]
-        self._options = {"labels": label_files[0], "numbering": label_files[1], "classes": classes}
+        self._options: dict[str, Any] = {"labels": label_files[0], "numbering": label_files[1], "classes": classes}
         self.classes = tuple(classes or self._index.classes)
         """Names of the classes, by label."""
         # The label of each class of the index.
@@ -88,6 +89,22 @@ class Images(Dataset[tuple[Tensor, int]]):
             complain(
                 f"grappe: {self.source}: {len(self):,} of {len(self._index):,} images, {self.left_out:,} in quarantine"
             )
+
+    def numbered_as(self, other: Images) -> Images:
+        """Returns these images with the class numbers of `other`, unless `classes=` has given them theirs.
+
+        Raises:
+            TaskError: there is a class that the other ones lack.
+        """
+        if self._options["classes"] is not None or self.classes == other.classes:
+            return self
+        absent = sorted(set(self.classes) - set(other.classes))
+        if absent:
+            raise TaskError(
+                f"{self.source} has the class '{printable(absent[0])}', which {other.source} lacks ({len(absent)} in "
+                "all): give both the same classes="
+            )
+        return Images(self.source, self.view, **self._options | {"classes": other.classes})
 
     def __len__(self) -> int:
         return len(self._index) - self.left_out

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
@@ -260,9 +261,9 @@ def _labels_of(file: Path, names: Sequence[bytes], numbering: Path | None) -> tu
     Raises:
         DataError: the file is of no such form, or an image has no line.
     """
-    lines = [re.split(r"[\s,]+", line.strip()) for line in _label_lines(file)]
-    if lines and lines[0][0] == "ImageId":
-        del lines[0]
+    # A line names the image with or without its ending.
+    stems = [Path(_text(name)).stem for name in names]
+    lines = _label_rows(file, set(stems))
     if not lines:
         raise DataError(f"{file} has no line")
     if len(lines[0]) == 1:
@@ -271,8 +272,6 @@ def _labels_of(file: Path, names: Sequence[bytes], numbering: Path | None) -> tu
         words = [line[0] for line in lines]
     else:
         by_stem = {Path(line[0]).stem: line[1] for line in lines if len(line) > 1}
-        # A line names the image with or without its ending.
-        stems = [Path(_text(name)).stem for name in names]
         absent = next((stem for stem in stems if stem not in by_stem), None)
         if absent is not None:
             raise DataError(f"{file} has no line for the image '{printable(absent)}'")
@@ -293,6 +292,31 @@ def _labels_of(file: Path, names: Sequence[bytes], numbering: Path | None) -> tu
     return np.array([places[word] for word in words], np.int32), classes
 
 
+def _label_rows(file: Path, stems: Set[str]) -> list[list[str]]:
+    """Reads the lines of a file of labels: a class, or an image and its class, which may have spaces.
+
+    With commas or semicolons it is CSV: quotes, a header and another order of the two columns are understood. Of
+    Kaggle's LOC_val_solution.csv (ImageId,PredictionString) the class is the first word, before the boxes.
+
+    Raises:
+        DataError: there are several columns beside the image's.
+    """
+    lines = _label_lines(file)
+    delimiter = next((each for each in ",;" if lines and each in lines[0]), None)
+    if delimiter is None:
+        return [line.split(maxsplit=1) for line in lines]
+    rows = [[field.strip() for field in row] for row in csv.reader(lines, delimiter=delimiter, skipinitialspace=True)]
+    header = rows.pop(0) if not any(Path(field).stem in stems for field in rows[0]) else []
+    if header[:2] == ["ImageId", "PredictionString"]:
+        return [[row[0], row[1].partition(" ")[0]] for row in rows if len(row) > 1]
+    image = next((place for place, field in enumerate(rows[0] if rows else ()) if Path(field).stem in stems), 0)
+    others = [place for place in range(len(rows[0]) if rows else 0) if place != image]
+    others = [place for place in others if header[place : place + 1] in (["label"], ["class"])] or others
+    if len(others) > 1:
+        raise DataError(f"{file} has several columns beside the image's name: keep that and the class")
+    return [[row[image], row[others[0]]] if others and len(row) > max(image, *others) else row[:1] for row in rows]
+
+
 def _class_of_number(file: Path) -> dict[int, str]:
     """Reads the class of each number from lines `n02119789 1 kit_fox`, `1 n02119789`, or the name alone, from 1."""
     classes: dict[int, str] = {}
@@ -311,7 +335,7 @@ def _label_lines(file: Path) -> list[str]:
         content = stream.read(MOST_LABEL_BYTES + 1)
     if len(content) > MOST_LABEL_BYTES:
         raise DataError(f"{file} is too large for a file of labels")
-    return [line for line in _text(content).splitlines() if line.strip()]
+    return [line for line in content.decode("utf-8-sig", errors="replace").splitlines() if line.strip()]
 
 
 # A folder of tar shards, in WebDataset's form: KEY.jpg next to KEY.cls or KEY.json.

@@ -169,9 +169,13 @@ def files_of(inputs: Any) -> list[Path] | None:
     if isinstance(inputs, str | Path):
         path = Path(inputs)
         if path.is_dir() and path.suffix not in (".npy", *LINES):
-            files = sorted(file for file in path.iterdir() if file.suffix.lower() in PICTURES)
+            files = _pictures_in(path)
             if not files:
-                raise DataError(f"{path}: there is no picture in this folder ({', '.join(PICTURES)})")
+                below = next((each for each in sorted(path.iterdir()) if each.is_dir() and _pictures_in(each)), None)
+                raise DataError(
+                    f"{path}: there is no picture in this folder ({', '.join(PICTURES)})"
+                    + ("" if below is None else f", but in {below}: name that one, or {path}/*/* in your shell")
+                )
             return files
         return [path] if path.suffix.lower() in PICTURES else None
     several = isinstance(inputs, list | tuple) and inputs
@@ -182,6 +186,12 @@ def files_of(inputs: Any) -> list[Path] | None:
         if file.suffix.lower() not in PICTURES:
             raise UsageError(f"{file}: several inputs are pictures ({', '.join(PICTURES)}): give others one at a time")
     return files
+
+
+def _pictures_in(folder: Path) -> list[Path]:
+    """Lists a folder's pictures by name, without hidden ones (._NAME.jpg: what macOS adds)."""
+    files = (file for file in folder.iterdir() if file.suffix.lower() in PICTURES and not file.name.startswith("."))
+    return sorted(files)
 
 
 def picture_dataset(task: Task, files: Sequence[Path], example: Any) -> Dataset:
