@@ -45,6 +45,7 @@ from grappe.private_api.torch import tree_map
 from grappe.profiling.phases import DATA, TRANSFER
 from grappe.task import Task, overrides
 
+MOST_PARTS = 4096  # of a batch of fewer samples: some parts are empty
 _ENDLESS = 1 << 62  # steps: a stream is read ahead without knowing where a training stops
 
 Fetch = Callable[[np.ndarray], tuple[Any, Any]]
@@ -407,7 +408,7 @@ def training_loader(
         PlanError: the plan has more parts than a batch has samples.
     """
     for key in ("microbatches", "exact"):
-        if getattr(plan, key) > max(1, task.batch_size):
+        if getattr(plan, key) > max(MOST_PARTS, task.batch_size):
             raise PlanError(f"{key}={getattr(plan, key)} cuts a batch of {task.batch_size} samples: take fewer parts")
     order = order or training_order(task, dataset)
     if order.sampling is not None and order.sampling.repeats:

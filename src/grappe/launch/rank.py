@@ -62,11 +62,12 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessRank:
             )
     size = _number(environment, "WORLD_SIZE", 1)
     local_size = _number(environment, "LOCAL_WORLD_SIZE", 1, size, "1")
+    of_node = local_size if "LOCAL_WORLD_SIZE" in environment else size
     _number(environment, "MASTER_PORT", 0, 65535)
     return ProcessRank(
         rank=_number(environment, "RANK", 0, size - 1),
         size=size,
-        local_rank=_number(environment, "LOCAL_RANK", 0, local_size - 1, "0"),
+        local_rank=_number(environment, "LOCAL_RANK", 0, of_node - 1, "0"),
         local_size=local_size,
         launcher="torchrun",
         job=f"{environment.get('TORCHELASTIC_RUN_ID', 'none')}-{environment['MASTER_PORT']}",

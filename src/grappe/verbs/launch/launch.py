@@ -32,7 +32,7 @@ from grappe.errors import (
 )
 from grappe.errors.causes import broken_package, refused_process
 from grappe.errors.user_line import PACKAGE, is_users_file
-from grappe.launch import files, local
+from grappe.launch import files, imports, local
 from grappe.launch.files import RUNS
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.start import start
@@ -42,6 +42,7 @@ from grappe.private_api.multiprocessing import start_as_python_does
 from grappe.training.run import Run, new_folder
 
 INTERRUPTED = 130
+RECORDED = "grappe.verbs.launch.recorded:run_recorded"  # which imports this module
 """The exit code of a Python script that Ctrl-C ends."""
 LOOP = "grappe"
 ITS_OWN = (
@@ -337,9 +338,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
                 if request.run is None:
                     run_as_main(request.script, request.arguments)
                 else:
-                    from grappe.verbs.launch.recorded import run_recorded
-
-                    run_recorded(request, process, rendezvous_folder)
+                    imports.function(RECORDED)(request, process, rendezvous_folder)
                 code = EXIT_OK
         except SystemExit as end:
             code = _exit_code(end)

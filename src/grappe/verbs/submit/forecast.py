@@ -334,7 +334,7 @@ def with_time(submission: Submission) -> tuple[Submission, str, tuple[str, ...] 
     except (ImportError, TaskError) as error:
         raise UsageError(f"--time auto: the task cannot be loaded here ({error}): {advice}") from error
     least = 60 * (site.ask.min_minutes or 1)
-    resources = layout(plan, site, dataclasses.replace(job, time=str(least)))
+    resources = layout(plan, site, dataclasses.replace(job, time=f"{least}s"))
     here = job.site in (None, current()) and resources.nodes == 1
     here = here and site.node is not None and site.node.cores == os.cpu_count()
     query = RunQuery(task=task, plan=plan, site=site, layout=resources, here=here)
@@ -369,7 +369,7 @@ def with_time(submission: Submission) -> tuple[Submission, str, tuple[str, ...] 
             text = f"{text}: its jobs do not go back into the queue, so submit --chain {math.ceil(needed / limit)}"
         else:
             text = f"{text}: the job saves before its end, goes back into the queue and resumes"
-    timed = dataclasses.replace(submission, job=dataclasses.replace(job, time=str(limit)))
+    timed = dataclasses.replace(submission, job=dataclasses.replace(job, time=f"{limit}s"))
     return timed, text, estimate.warnings
 
 
