@@ -134,3 +134,16 @@ def test_a_group_with_nccl_is_bound_to_no_device(monkeypatch: pytest.MonkeyPatch
     [(backends, rest)] = given
     assert backends == "cpu:gloo,cuda:nccl"
     assert rest.get("device_id") is None
+
+
+@pytest.mark.parametrize("text", ["^docker,lo", "lo", "l", "=lo", "none,lo", ""])
+def test_interfaces_that_are_there(text: str) -> None:
+    rendezvous._check_interface("NCCL_SOCKET_IFNAME", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("NCCL_SOCKET_IFNAME", "=l"), ("GLOO_SOCKET_IFNAME", "l"), ("NCCL_SOCKET_IFNAME", "ib")]
+)
+def test_interfaces_that_are_not_there_are_named(name: str, text: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}={text}: .* has no such network interface, but .*lo"):
+        rendezvous._check_interface(name, text)
