@@ -159,10 +159,7 @@ def read_json(file: Path, levels: int = files.IN_RUN, *, largest: int = LARGEST_
         RunError: the file cannot be read, or is no JSON object.
     """
     try:
-        with files.reader(file, levels) as stream:
-            if os.fstat(stream.fileno()).st_size > largest:
-                raise RunError(f"{file} is larger than any that grappe writes")
-            content = json.loads(stream.read())
+        content = json.loads(files.read_bytes(file, levels, largest=largest))
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict):

@@ -6,13 +6,10 @@ A task gives its model the weights of a local folder by `pretrained`, as transfo
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import functools
-import importlib
 import json
-import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -227,12 +224,12 @@ def read_content(file: Path) -> Any:
 @functools.cache
 def _harmless() -> list[Any]:
     """Lists what torch may make beside tensors and plain containers: NumPy's numbers and arrays, and a Namespace."""
-    made: list[Any] = [argparse.Namespace, np.dtype, np.ndarray, *{type(np.dtype(code)) for code in "?bhilqBHILQefdg"}]
-    for module in ("numpy._core.multiarray", "numpy.core.multiarray"):  # the second one's name is in older files
-        with contextlib.suppress(ImportError), warnings.catch_warnings(action="ignore"):
-            parts = importlib.import_module(module)
-            made += [(getattr(parts, name), f"{module}.{name}") for name in ("scalar", "_reconstruct")]
-    return made
+    kinds = {type(np.dtype(code)) for code in "?bhilqBHILQefdg"}
+    # The functions that pickle names in a number's place, and in an array's.
+    functions: list[Any] = [value.__reduce__()[0] for value in (np.float64(0), np.zeros(0))]
+    modules = ("numpy._core.multiarray", "numpy.core.multiarray")  # the second one's name is in older files
+    named = [(each, f"{module}.{each.__name__}") for each in functions for module in modules]
+    return [argparse.Namespace, np.dtype, np.ndarray, *kinds, *named]
 
 
 def state_dict_of(content: Any, file: Path) -> dict[str, Tensor]:

@@ -182,12 +182,8 @@ def _save(
         raise RunError(f"step {step} could not be saved: {error}: {disk_advice(error)}; then start again") from error
 
 
-def _foreign_folder(source: Path) -> Path:
-    """Returns a folder that grappe did not write, if it may hold weights as transformers writes them.
-
-    Raises:
-        RunError: it is another library's checkpoint, which has a way to convert it.
-    """
+def _refuse_other_checkpoints(source: Path) -> None:
+    """Raises RunError if a folder is a checkpoint of torch's or DeepSpeed's, with the command that converts it."""
     if (source / ".metadata").is_file():
         raise RunError(
             f"--from {source}: this is a distributed checkpoint of torch's: python -m "
@@ -198,7 +194,6 @@ def _foreign_folder(source: Path) -> Path:
             f"--from {source}: this is DeepSpeed's checkpoint: python {source / 'zero_to_fp32.py'} {source} FOLDER "
             "(its own script, which it saves there), then --from the file that it writes"
         )
-    return source
 
 
 def _weights_of(source: Path) -> tuple[Weights, str]:
@@ -206,7 +201,8 @@ def _weights_of(source: Path) -> tuple[Weights, str]:
     if not source.is_dir():
         return foreign_weights(source), ""
     if not (source / "checkpoints").is_dir() and not (source / "run.json").is_file():
-        return files_of(source, f"--from {_foreign_folder(source)} is no run"), ""
+        _refuse_other_checkpoints(source)
+        return files_of(source, f"--from {source} is no run"), ""
     choice = choose(source / "checkpoints")
     if choice.checkpoint is None:
         why = f": {choice.passed_over[0]}" if choice.passed_over else ""

@@ -191,14 +191,12 @@ def row_shapes(batch: Any, rows: int) -> frozenset[tuple[int, ...]]:
 
 def begins_with(padded: Any, batch: Any) -> bool:
     """Returns whether a batch's values are those of another one, with more padding behind them."""
-    pairs = list(zip(tree_leaves(padded), tree_leaves(batch), strict=False))
-    return len(tree_leaves(padded)) == len(tree_leaves(batch)) and all(_begins_with(*pair) for pair in pairs)
-
-
-def _begins_with(padded: Any, value: Any) -> bool:
-    if not (isinstance(padded, Tensor) and isinstance(value, Tensor) and padded.dim() and padded.dim() == value.dim()):
-        return True
-    return padded.shape[:1] == value.shape[:1] and torch.equal(padded[tuple(map(slice, value.shape))], value)
+    longer, shorter = tree_leaves(padded), tree_leaves(batch)
+    return len(longer) == len(shorter) and all(
+        long.shape[:1] == short.shape[:1] and torch.equal(long[tuple(map(slice, short.shape))], short)
+        for long, short in zip(longer, shorter, strict=True)
+        if isinstance(long, Tensor) and isinstance(short, Tensor) and long.dim() == short.dim() > 0
+    )
 
 
 _WHY = "a pipeline cuts each batch into microbatches, row by row, and what collate() gave cannot be cut so"

@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 LOCK = ".grappe-prepare.lock"
 
 
-def dataset_of(task: Task, split: str, folder: Path) -> Any:
+def dataset_of(task: Task, split: str, folder: Path, train: Any = None) -> Any:
     """The samples of `split`.
+
+    Args:
+        train: the samples of training, by whose classes another split's are numbered; None: they are not at hand.
 
     Raises:
         TaskError: the task's data() fails, or returns no dataset that can be used.
@@ -44,9 +47,8 @@ def dataset_of(task: Task, split: str, folder: Path) -> Any:
             )
         return dataset if isinstance(dataset, Stream) else Stream(dataset)
     if split != "train" and hasattr(dataset, "numbered_as"):
-        train = None
-        with contextlib.suppress(DataError, TaskError):  # where it is not there, its classes cannot be compared
-            train = user_call(task, "data", "train", folder)
+        with contextlib.suppress(DataError, TaskError):  # where they are not there, classes cannot be compared
+            train = user_call(task, "data", "train", folder) if train is None else train
         dataset = dataset.numbered_as(train) if hasattr(train, "numbered_as") else dataset
     check(dataset, split, task)
     return one_by_one(dataset) if overrides(task, "collate") else dataset

@@ -99,7 +99,7 @@ class BatchLoader:
         self.stream: StreamBatches | None = None
         self._cuts = plan.pipeline > 1 and self._parts > 1 and self._arrays is None
         own_collate = self._arrays is None and overrides(task, "collate") and not isinstance(dataset, Stream)
-        self._may_pad = training and own_collate and plan.draws_whole_batches
+        self._may_pad = training and own_collate and plan.draws_whole_batches  # until a step shows whether it does
         self.collates_whole = False
         """Whether each process collates whole batches, since collate() pads a part of one to another length."""
         self.waited = 0.0
@@ -224,7 +224,7 @@ class BatchLoader:
 
     def _batch(self, part: StepSlice, fetch: Fetch) -> Batch:
         loaded = self._loaded(part, fetch)
-        loaded = self._alike(part, list(loaded)) if self._may_pad and not self.collates_whole else loaded
+        loaded = self._alike(part, list(loaded)) if self._may_pad else loaded
         placed = zip(part.places, loaded, strict=True)
         micros = tuple([self._microbatch(part, place, *piece) for place, piece in placed])
         count: float | Tensor = float(part.samples)
@@ -292,13 +292,13 @@ class BatchLoader:
             same = most == -least and not differ
         if same:
             return pieces
-        self.collates_whole, padded = True, pieces
+        self._may_pad, self.collates_whole, padded = False, True, pieces
         try:
             padded = list(self._loaded(part, self._loaded_here(part, apart=False)))
             more = all(begins_with(new, old) for new, old in zip(padded, pieces, strict=True))
         except PlanError:  # something has no row for each sample
             more = False
-        self._may_pad = self.collates_whole = all(self._world.gather(more))
+        self.collates_whole = all(self._world.gather(more))
         return padded if self.collates_whole else pieces
 
     def _awaited(self, ids: np.ndarray, fetch: Fetch) -> tuple[Any, Any]:

@@ -88,9 +88,6 @@ class Engine(ABC):
     @abstractmethod
     def __init__(self, setup: EngineSetup) -> None: ...
 
-    owns_loop: ClassVar[bool] = False
-    """Whether a library has the loop over the steps: the engine then overrides `train`, and has no `step`."""
-
     def step(self, batch: Batch) -> StepResult:
         """Takes one optimizer step."""
         raise NotImplementedError

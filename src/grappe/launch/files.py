@@ -31,7 +31,7 @@ IN_CHECKPOINT = 3
 """Levels of `RUN/checkpoints/step-000020/state.json`, and of a job's packages in `RUN/logs`."""
 PRIVATE = 0o600
 LARGEST = 1 << 30
-"""Most bytes of a file that is read whole."""
+"""Most bytes of a file that is read whole; a sparse file takes no room on the disk."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -51,11 +51,11 @@ def reader(file: Path, levels: int = IN_RUN) -> BufferedReader:
     return os.fdopen(handle, "rb")
 
 
-def read_bytes(file: Path, levels: int = IN_RUN) -> bytes:
-    """Reads a regular file whole; raises as `reader` does, and RunError if it is larger than LARGEST."""
+def read_bytes(file: Path, levels: int = IN_RUN, *, largest: int = LARGEST) -> bytes:
+    """Reads a regular file whole; raises as `reader` does, and RunError if it has more than `largest` bytes."""
     with reader(file, levels) as stream:
-        if os.fstat(stream.fileno()).st_size > LARGEST:  # a sparse file takes no room on the disk
-            raise RunError(f"{file} is larger than {LARGEST >> 20:,} MB: it is damaged, or not grappe's")
+        if os.fstat(stream.fileno()).st_size > largest:
+            raise RunError(f"{file} is larger than any that grappe writes")
         return stream.read()
 
 

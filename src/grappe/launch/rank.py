@@ -60,14 +60,14 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessRank:
             raise UsageError(
                 f"RANK and WORLD_SIZE are set, and {name} is not: unset both, or start grappe with torchrun"
             )
-    size = _number(environment, "WORLD_SIZE", 1)
-    local_size = _number(environment, "LOCAL_WORLD_SIZE", 1, size, "1")
+    size = _number("WORLD_SIZE", environment["WORLD_SIZE"], 1)
+    local_size = _number("LOCAL_WORLD_SIZE", environment.get("LOCAL_WORLD_SIZE", "1"), 1, size)
     of_node = local_size if "LOCAL_WORLD_SIZE" in environment else size
-    _number(environment, "MASTER_PORT", 0, 65535)
+    _number("MASTER_PORT", environment["MASTER_PORT"], 0, 65535)
     return ProcessRank(
-        rank=_number(environment, "RANK", 0, size - 1),
+        rank=_number("RANK", environment["RANK"], 0, size - 1),
         size=size,
-        local_rank=_number(environment, "LOCAL_RANK", 0, of_node - 1, "0"),
+        local_rank=_number("LOCAL_RANK", environment.get("LOCAL_RANK", "0"), 0, of_node - 1),
         local_size=local_size,
         launcher="torchrun",
         job=f"{environment.get('TORCHELASTIC_RUN_ID', 'none')}-{environment['MASTER_PORT']}",
@@ -75,36 +75,37 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessRank:
 
 
 def _srun(environment: Mapping[str, str]) -> ProcessRank | None:
-    size = _number(environment, "SLURM_STEP_NUM_TASKS", 1)
+    size = _number("SLURM_STEP_NUM_TASKS", environment["SLURM_STEP_NUM_TASKS"], 1)
     if size == 1:
         return None
     counts: list[int] = []  # of the step's processes on each node, from a text like `2(x2),1`
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         count, _, repeat = part.partition("(x")
-        texts = {"SLURM_STEP_TASKS_PER_NODE": count, "repeat": repeat.rstrip(")") or "1"}
-        counts += [_number(texts, "SLURM_STEP_TASKS_PER_NODE", 1, size)] * _number(texts, "repeat", 1, size)
-    node = _number(environment, "SLURM_NODEID", 0, size, "0")
+        each, nodes = (
+            _number("SLURM_STEP_TASKS_PER_NODE", text, 1, size) for text in (count, repeat.rstrip(")") or "1")
+        )
+        counts += [each] * nodes
+    node = _number("SLURM_NODEID", environment.get("SLURM_NODEID", "0"), 0, size)
     local_size = counts[node] if node < len(counts) else counts[0]
     return ProcessRank(
-        rank=_number(environment, "SLURM_PROCID", 0, size - 1),
+        rank=_number("SLURM_PROCID", environment["SLURM_PROCID"], 0, size - 1),
         size=size,
-        local_rank=_number(environment, "SLURM_LOCALID", 0, local_size - 1),
+        local_rank=_number("SLURM_LOCALID", environment["SLURM_LOCALID"], 0, local_size - 1),
         local_size=local_size,
-        cores=_number(environment, "SLURM_CPUS_PER_TASK", 1) if "SLURM_CPUS_PER_TASK" in environment else None,
+        cores=_number("SLURM_CPUS_PER_TASK", environment["SLURM_CPUS_PER_TASK"], 1)
+        if "SLURM_CPUS_PER_TASK" in environment
+        else None,
         launcher="srun",
         job="-".join(environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
     )
 
 
-def _number(
-    environment: Mapping[str, str], name: str, least: int, most: int = MOST_PROCESSES, default: str | None = None
-) -> int:
-    """Reads a launcher's variable; `default` is for one that is not set.
+def _number(name: str, text: str, least: int, most: int = MOST_PROCESSES) -> int:
+    """Reads the text of a launcher's variable.
 
     Raises:
         UsageError: it is no number, or not within its bounds.
     """
-    text = environment.get(name, default or "")
     if text.strip().isdecimal() and len(text) < DIGITS and least <= int(text) <= most:
         return int(text)
     raise UsageError(

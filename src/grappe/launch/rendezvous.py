@@ -189,10 +189,10 @@ def _check_interface(name: str, text: str) -> None:
         UsageError: it has none of them.
     """
     here = [interface for _, interface in socket.if_nameindex()]
-    wanted_names = [part.strip() for part in text.removeprefix("=").split(",") if part.strip()]
+    named = [part.strip() for part in text.removeprefix("=").split(",") if part.strip()]
     by_prefix = name.startswith("NCCL") and not text.startswith("=")
-    matches = [each for each in wanted_names if any(i == each or (by_prefix and i.startswith(each)) for i in here)]
-    if wanted_names and not text.startswith("^") and not matches:
+    matches = [each for each in named if any(i == each or (by_prefix and i.startswith(each)) for i in here)]
+    if named and not text.startswith("^") and not matches:
         raise UsageError(
             f"{name}={printable(text)}: {host_name()} has no such network interface, but {', '.join(sorted(here))}: "
             f"unset {name}, or name one of these"

@@ -134,7 +134,7 @@ class Training:
     average: WeightAverage
     carried: CarriedState
     stream: StreamBatches | None
-    """Of the training samples."""
+    """Stream of the training samples; None if samples are read by index."""
     training_scores: TrainingScores
     loading_cost: Callable[[StepTimes], Headspace]
     """Computes what waiting for samples has cost. Collective."""

@@ -112,7 +112,7 @@ class Loop:
         self.step = 0
         """Batches done, over restarts."""
         self._samples = 0
-        """Of the batches of this start."""
+        """Number of samples in the batches since this start."""
         self._closed = False
         self._seed, self._save_every = seed, save_every
         set_gpu_arithmetic(self.plan.precision)

@@ -144,7 +144,7 @@ class LoopFolder:
             raise RunError(problem)
 
     def close(self, step: int, error: BaseException | None, *, interrupted: bool) -> None:
-        """Writes how the run has ended, and gives it free. Collective without an error."""
+        """Writes how the run has ended, and releases its lease. Collective without an error."""
         try:
             if error is None:
                 self.wait()

@@ -229,7 +229,7 @@ class Watchdog:
 
 
 class IdleWatchdog(Watchdog):
-    """Watchdog of a script, of whose progress nothing tells but its processes' work. It says what stands still.
+    """Watchdog of a script, which judges its progress by the work of its processes, and says what stands still.
 
     Args:
         limit: seconds in which a process and those that it has started compute for less than a sixtieth; 0: 300.

@@ -258,7 +258,8 @@ def read(task: Task, folder: Path, world: World, steps: int | None) -> Data:
     Args:
         steps: of the training, where a stream of unknown length needs them.
     """
-    train, validation = (dataset_of(task, split, folder) for split in ("train", "validation"))
+    train = dataset_of(task, "train", folder)
+    validation = dataset_of(task, "validation", folder, train)
     if isinstance(train, Stream) and train.endless and steps is not None:
         train.samples = -(-steps // task.epochs) * task.batch_size
     refuse_differing_classes(train, validation)

@@ -24,6 +24,7 @@ from grappe.words import count_of, filled_table, format_number, plan_name
 if TYPE_CHECKING:
     from rich.table import Table
 
+UNREADABLE = "run.json cannot be read"
 NO_SCORES = ("kind", "step", "samples", "count")
 
 
@@ -40,7 +41,7 @@ def listing(base: Path, tag: str | None = None) -> Table | str:
         try:
             description = run.read_description()
         except RunError:
-            rows.append((run.folder.name, "", "run.json cannot be read", "", "", "", ""))
+            rows.append((run.folder.name, "", UNREADABLE, "", "", "", ""))
             continue
         tags = description.get("tags", [])
         if tag is not None and tag not in tags:
@@ -71,7 +72,7 @@ def facts(base: Path, folder: Path | None = None, tag: str | None = None) -> lis
         except RunError as error:
             if folder is not None:
                 raise
-            entries.append({"folder": str(run.folder), "status": "run.json cannot be read", "error": str(error)})
+            entries.append({"folder": str(run.folder), "status": UNREADABLE, "error": str(error)})
             continue
         if tag is None or tag in description.get("tags", []):
             entries.append(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import grappe
-from grappe.checkpoint.rounding import RoundedProgram
 from grappe.contrib.export.cpp import write_program
 from grappe.contrib.export.folder import (
     ExportOptions,
@@ -29,6 +28,7 @@ from grappe.contrib.export.program import (
     Exporter,
     ExportJob,
     Program,
+    RoundedProgram,
     in_batches,
     input_names,
     output_names,

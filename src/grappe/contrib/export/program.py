@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grappe.checkpoint.rounding import restored, stored
+from grappe.checkpoint.weights import named_tensors
 from grappe.contrib.export.proof import ExportSamples, Runner
 from grappe.errors import TaskError
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_line import line_of
+from grappe.plan import Rounding
 from grappe.private_api.torch import TreeSpec, leaf_names, tree_leaves, tree_unflatten
 from grappe.private_api.torch_inductor import quiet
 from grappe.task import Task
@@ -43,6 +46,33 @@ class Program(nn.Module):
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         return tuple(tree_leaves(self.predict(leaves)))
+
+
+class RoundedProgram(nn.Module):
+    """A program whose matrices are stored rounded, and computed again in each call.
+
+    Args:
+        program: its own tensors get the rounded values: it predicts what this module predicts.
+    """
+
+    def __init__(self, program: nn.Module, rounding: Rounding) -> None:
+        super().__init__()
+        self._program = (program,)  # in a tuple: its float32 matrices are no part of this module
+        self._parts: dict[str, tuple[torch.dtype, list[str]]] = {}
+        for number, (name, tensor) in enumerate(named_tensors(program).items()):
+            parts = [part.detach().clone() for part in stored(tensor, rounding)]
+            self._parts[name] = tensor.dtype, [f"stored_{number}_{place}" for place in range(len(parts))]
+            for buffer, part in zip(self._parts[name][1], parts, strict=True):
+                self.register_buffer(buffer, part)
+            with torch.no_grad():
+                tensor.copy_(restored(*parts, dtype=tensor.dtype))
+
+    def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
+        tensors = {
+            name: restored(*map(self.get_buffer, buffers), dtype=dtype)
+            for name, (dtype, buffers) in self._parts.items()
+        }
+        return torch.func.functional_call(self._program[0], tensors, leaves)
 
 
 def program_of(task: Task, model: nn.Module, samples: ExportSamples) -> Program:

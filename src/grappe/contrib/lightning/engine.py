@@ -24,7 +24,6 @@ class Lightning(Engine):
     sharded_units = True
     supported_keys = COMMON | KEYS
     about = "lightning.Trainer and its strategies: DDP, FSDP2 with tensor parallelism, DeepSpeed for offload"
-    owns_loop = True
 
     @classmethod
     def unsupported_reason(cls, plan: Plan) -> str | None:

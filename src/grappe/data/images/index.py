@@ -107,7 +107,7 @@ class Reader:
 
     def __init__(self, source: Path, index: Index) -> None:
         self._source, self._index = source, index
-        # What the cache drops is closed once no thread reads from it.
+        # An archive that the cache drops is closed when its last reader has finished.
         self._archive = functools.lru_cache(MOST_OPEN)(lambda file: OpenFile(source / index.files[file]))
 
     def read(self, place: int) -> bytes:

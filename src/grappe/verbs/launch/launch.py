@@ -42,8 +42,8 @@ from grappe.private_api.multiprocessing import start_as_python_does
 from grappe.training.run import Run, new_folder
 
 INTERRUPTED = 130
-RECORDED = "grappe.verbs.launch.recorded:run_recorded"  # which imports this module
 """The exit code of a Python script that Ctrl-C ends."""
+RECORDED = "grappe.verbs.launch.recorded:run_recorded"  # which imports this module
 LOOP = "grappe"
 ITS_OWN = (
     "torch.distributed", "accelerate", "deepspeed", "horovod", "lightning", "pytorch_lightning",

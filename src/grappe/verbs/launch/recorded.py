@@ -101,7 +101,7 @@ class ScriptFolder(LoopFolder):
 class RecordedSteps(StepHandler):
     """Handles a script's steps: writes them down, saves, and passes them on.
 
-    Its run begins at the first step; if there is one already, the script comes back to its checkpoint first.
+    Its run begins at the first step. To resume a run, the script is replayed up to the checkpoint.
 
     Args:
         steps: spread the script over the processes.
@@ -489,7 +489,7 @@ def _of_modules() -> list[Tensor]:
 
 
 def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> None:
-    """Runs a script for one process, of whose batches this process takes its rows, and makes it a run."""
+    """Runs an unedited script as a run: this process computes its own rows of each batch."""
     plan = as_plan(request.plan)
     world = join_world(plan, process, rendezvous_folder)
     keys = PlanKeys(plan, world)

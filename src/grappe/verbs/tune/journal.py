@@ -50,12 +50,7 @@ class JournalFile:
     """
 
     def __init__(self, file: Path, *, writes: bool) -> None:
-        content = b""
-        if files.kind(file):
-            with files.reader(file) as stream:
-                if os.fstat(stream.fileno()).st_size > LARGEST:
-                    raise RunError(f"{file} is larger than any that grappe writes")
-                content = stream.read()
+        content = files.read_bytes(file, largest=LARGEST) if files.kind(file) else b""
         content = content[: content.rfind(END) + len(END)] if END in content else b""
         self._file, self._size, self._holds = file, len(content), not writes
         self._logs: list[dict[str, Any]] = [json.loads(line) for line in content.splitlines()]
