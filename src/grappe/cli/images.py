@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 
 from grappe.cli.application import OUT_NAMES, DryRun, Json, app
 from grappe.cli.exit import show, show_answer, show_json
+from grappe.data.shards.selection import counts
 from grappe.errors import UsageError
 from grappe.launch.terminal import progress, say, waiting
 from grappe.words import count_of, plain_table
@@ -63,7 +64,7 @@ def index(
     progress("")
     facts = [("source", f"{source} ({done.kind})"), ("images", f"{done.images:,} of {done.classes:,} classes")]
     if done.left_out:
-        facts.append(("other files", f"{done.left_out:,}, left out: no .jpg, .jpeg or .png"))
+        facts.append(("left out", counts(done.left_out)))
     if done.quarantined:
         facts.append(("in quarantine", f"{done.quarantined:,}, left out"))
     facts += [("index", f"{done.file} ({_size(done.size)})"), ("took", f"{done.seconds:.1f} s")]
@@ -87,6 +88,8 @@ def _show_corpus(kind: str, source: Path, done: dict[str, Any], json: bool) -> N
         ("index", f"{done['file']} ({_size(done['size'])}, {done['size'] / max(1, done['rows']):.1f} bytes a row)"),
         ("took", f"{done['seconds']:.1f} s"),
     ]
+    if done["left_out"]:
+        facts.insert(2, ("left out", counts(done["left_out"])))
     if kind == "data-check":
         left = ": leave them out with Corpus(…, skip_damaged=True)" if done["damaged"] else ""
         facts.insert(2, ("damaged", f"{len(done['damaged']):,}{left}"))
@@ -120,6 +123,10 @@ def check(
         if len(done.bad) > _SHOWN:
             say(f"… and {len(done.bad) - _SHOWN:,} more")
     facts = [("images", f"{done.images:,}"), ("bad", f"{len(done.bad):,}")]
+    if done.left_out:
+        facts.append(("left out", counts(done.left_out)))
+    if done.turned:
+        facts.append(("turned by EXIF", f"{done.turned:,}: datasets take the pixels as they are stored"))
     if done.quarantine is not None:
         facts.append(("quarantine", f"{done.quarantine}: datasets leave these out"))
     if not done.sees_all:

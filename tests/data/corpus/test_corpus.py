@@ -109,10 +109,6 @@ def _flipped(file):
     file.write_bytes(content)
 
 
-def _of_other_columns(file):
-    shards.write(file, [{"id": "a", "words": "b"}])
-
-
 def _unpacks_without_end(file):
     table = pa.table({"id": range(9), "text": ["0" * (1 << 13)] * 9, "tokens": [[1]] * 9})
     if file.suffix == ".parquet":  # each text a number of a few bits
@@ -143,7 +139,6 @@ def _of_other_bytes(file):
     file.write_bytes(b"\x93nothing of the kind" * 300)
 
 
-COLUMNS = r"its columns are \(id string, words string\)"
 BOMBS = dict.fromkeys((".jsonl", *SEQUENTIAL), "a line of .* bytes")
 BOMBS |= {".parquet": "needs more than 0.0 GB of memory", ".arrow": "record batches are compressed"}
 BOMBS |= {".tar": "a member of 1,048,576 bytes, of at most 65,536"}
@@ -153,7 +148,6 @@ DAMAGE = {
     "a hole": (_of_zeros, {".tar": "has something behind its end"}),
     "nested": (_nested, {".jsonl": "recursion"}),
     "another file": (_of_other_bytes, dict.fromkeys([one for one in ENDINGS if one != ".bin"], "")),
-    "other columns": (_of_other_columns, dict.fromkeys((".parquet", ".arrow"), COLUMNS)),
     "bomb": (_unpacks_without_end, BOMBS),
 }
 """How a shard is damaged, and the words of each format that can tell; any bytes are tokens, and contents of columns

@@ -364,7 +364,7 @@ def test_other_files_are_left_out(tmp_path: Path) -> None:
     }
     data = Images(made(tmp_path, "folder", found), VIEW)
     assert len(data) == 25
-    assert data._index.left_out == 2
+    assert {kind: count for kind, (count, _) in data._index.left_out.items()} == {"hidden": 1, ".txt": 1}
     assert data.classes == CLASSES
 
 

@@ -80,7 +80,7 @@ def png_header(height: int, width: int, bits: int = 8) -> bytes:
     ("data", "words"),
     [
         (b"", "the file is empty"),
-        (b"GIF89a....", "neither JPEG nor PNG: it begins with 47 49 46 38"),
+        (b"%PDF....", r"no picture \(JPEG, .*\): it begins with 25 50 44 46"),
         (frame(65500, 65500), f"65500 x 65500 pixels: more than {MOST_PIXELS:,} are not decoded"),
         (png_header(65500, 65500), "65500 x 65500 pixels: more than"),
         (frame(0, 100), "gives 100 x 0 pixels"),

@@ -7,7 +7,7 @@ import pytest
 from grappe.data import Images, RandomResizedCrop
 from grappe.data.images.index import QUARANTINE
 from grappe.errors import DataError
-from grappe.verbs.data.walk import check
+from grappe.verbs.data.walk import check, is_corpus
 from tests.data.images.pictures import archive, files, folder, jpeg, part, png
 from tests.data.images.test_decode import frame
 
@@ -21,7 +21,7 @@ BAD = {
     "bomb": (frame(65500, 65500), "its header gives 65500 x 65500 pixels: more than"),
     "cut": (jpeg(part(5))[:-300], "damaged or cut off"),
     "empty": (b"", "the file is empty"),
-    "text": (b"<html>not found</html>", "neither JPEG nor PNG"),
+    "text": (b"<html>not found</html>", "no picture"),
 }
 VIEW = RandomResizedCrop(size=16)
 
@@ -69,3 +69,22 @@ def test_where_most_are_bad_something_else_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="5 of 6 images cannot be decoded"):
         check(folder(tmp_path / "train", found))
     assert not (tmp_path / f"train{QUARANTINE}").exists()
+
+
+def test_what_is_left_out_or_turned_by_exif_is_counted(tmp_path: Path) -> None:
+    turned = jpeg(part(3), exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0")
+    found = {"a/0.jpg": turned, "a/1.jpg": jpeg(part(4)), "a/2.png": png(part(5)), "a/readme.txt": b"x"}
+    done = check(folder(tmp_path / "train", found))
+    assert (done.images, done.bad, done.turned, done.left_out) == (3, (), 1, {".txt": (1, "a/readme.txt")})
+
+
+def test_pictures_or_rows_decide_what_a_folder_is(tmp_path: Path) -> None:
+    place = folder(tmp_path / "train", {"a/0.jpg": jpeg(part(3))})
+    for name in ("metadata.jsonl", "a/metadata.parquet", "a/._x.bin"):
+        (place / name).write_bytes(b"")
+    assert not is_corpus(place)
+    (place / "rows.jsonl").write_bytes(b"")
+    with pytest.raises(DataError, match=r"has pictures \(train/a/0\.jpg\) and rows \(train/rows\.jsonl\)"):
+        is_corpus(place)
+    (place / "a/0.jpg").unlink()
+    assert is_corpus(place)

@@ -286,7 +286,7 @@ def test_pictures_that_cannot_be_taken(given, tmp_path: Path) -> None:
         ("digits", "above", r"there is no picture in this folder .*, but in .*above/ant: name that one"),
         ("digits", "large.png", "it has 8 x 9 pixels, and the task's samples 8 x 8: resize it"),
         ("digits", "cut.png", r"cut\.png: "),
-        ("digits", "no.jpg", r"no\.jpg: neither JPEG nor PNG"),
+        ("digits", "no.jpg", r"no\.jpg: no picture"),
         ("digits", "none.png", r"none\.png is not a file"),
         ("digits", "empty", "there is no picture in this folder"),
         ("plain", "large.png", "data do not define how a picture becomes a sample"),

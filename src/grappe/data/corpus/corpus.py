@@ -20,6 +20,7 @@ from grappe.data.corpus.formats import Format, RowBlock, RowOptions
 from grappe.data.corpus.index import CorpusIndex, Paths, find, open_index
 from grappe.data.corpus.mixture import Mixture
 from grappe.data.draw import mix, permute
+from grappe.data.shards.selection import counts
 from grappe.errors import DataError, TaskError
 from grappe.errors.foreign_text import printable
 from grappe.launch.rank import is_main_process
@@ -90,6 +91,8 @@ class Corpus(Dataset[Any]):
         self._process, self._lock = os.getpid(), threading.RLock()
         self._opened: OrderedDict[int, Format] = OrderedDict()
         self._blocks: OrderedDict[int, tuple[Callable[[int], Any], Format, RowBlock]] = OrderedDict()
+        if self.shards.left_out and is_main_process():
+            complain(f"grappe: {printable(self.shards.root)}: left out: {counts(self.shards.left_out)}")
         if self.index.damaged and is_main_process():
             complain(
                 f"grappe: {printable(self.shards.root)}: {len(self.index.damaged):,} damaged parts are left out, "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grappe.data.shards.open_file import Facts, OpenFile
-from grappe.data.shards.tar import Extent, Member, by_sample, ending_of, members
+from grappe.data.shards.tar import Extent, Member, by_sample, members
 from grappe.errors import DataError, GrappeError, TaskError
 from grappe.errors.foreign_text import printable
 
@@ -26,7 +28,9 @@ MOST_GROUP = 1 << 32
 """Bytes of a Parquet row group, unpacked."""
 MOST_RATIO = 5_000
 """Of a file's unpacked bytes to its own: real text has less than 30."""
-CHANGED = "it changed after it was indexed"
+_LLM_C = {np.int32(number).tobytes() for number in (20240520, 20240801)}  # karpathy/llm.c, dev/data/data_common.py
+_LLM_C_HEADER = 1024  # bytes
+_MEGATRON = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # megatron/core/datasets
 _READ = 1 << 23
 _UNPACKING = 5 << 18  # bytes: Arrow unpacks 1 MiB at a time, of 64 KiB that it reads, and gzip keeps 0.2 MB
 
@@ -55,10 +59,10 @@ class RowOptions(NamedTuple):
 class Damaged(DataError):
     """A file, or a part of it, cannot be read."""
 
-    def __init__(self, file: Path, reason: str) -> None:
+    def __init__(self, file: Path, reason: str, remedy: str = "Fetch it again") -> None:
         self.reason = reason
         super().__init__(
-            f"{printable(file)}: {reason}. Fetch it again, or leave it out: Corpus(…, skip_damaged=True). "
+            f"{printable(file)}: {reason}. {remedy}, or leave it out: Corpus(…, skip_damaged=True). "
             f"All that is damaged: grappe data check {printable(file.parent)}"
         )
 
@@ -70,8 +74,8 @@ class Format(ABC):
         facts: when it was indexed.
 
     Raises:
-        Damaged: it is no such file, or has changed.
-        DataError: it cannot be read.
+        Damaged: it is no such file.
+        DataError: it cannot be read, or has changed.
     """
 
     direct: ClassVar[bool] = False
@@ -97,20 +101,30 @@ class Format(ABC):
             raise self.damaged(_sentence(error)) from None
 
     def check(self) -> None:
-        """Raises Damaged if the file has changed; one that is mapped and gets shorter would end the process."""
+        """Raises DataError if the file has changed; one that is mapped and gets shorter would end the process."""
         if self.opened.facts != self.facts:
-            raise self.damaged(CHANGED)
+            raise self.changed()
+
+    def changed(self) -> DataError:
+        """Makes the error of a file that is another one now."""
+        return DataError(
+            f"{printable(self.file)} changed after it was indexed. Start again, which makes the index again"
+        )
 
     def damaged(self, reason: str) -> Damaged:
-        """Makes the error."""
+        """Makes the error of bytes that cannot be read."""
         return Damaged(self.file, reason)
+
+    def unfit(self, reason: str) -> Damaged:
+        """Makes the error of a whole file that is written in a way that is not read."""
+        return Damaged(self.file, reason, "Write it so")
 
     def open(self) -> None:  # noqa: B027, some formats need no more than the handle
         """Reads what the file says of itself."""
 
-    def columns(self) -> tuple[str, ...]:
-        """Returns the names and types of the columns, none where the format has none."""
-        return ()
+    def columns(self) -> dict[str, str]:
+        """Returns the type of each column, as rows have it; none where the format has none."""
+        return {}
 
     @abstractmethod
     def blocks(self) -> Iterator[RowBlock]:
@@ -188,7 +202,7 @@ class Parquet(Format):
             self.file, memory_map=False, pre_buffer=False, page_checksum_verification=True
         )
 
-    def columns(self) -> tuple[str, ...]:
+    def columns(self) -> dict[str, str]:
         return _columns(self._opened.schema_arrow)
 
     def blocks(self) -> Iterator[RowBlock]:
@@ -199,8 +213,8 @@ class Parquet(Format):
 
     def _check_size(self, number: int, size: int) -> None:
         if not 0 <= size <= MOST_GROUP:
-            raise self.damaged(
-                f"row group {number} needs more than {MOST_GROUP / 1e9:.1f} GB of memory: write it with smaller ones "
+            raise self.unfit(
+                f"row group {number} needs more than {MOST_GROUP / 1e9:.1f} GB of memory: smaller ones are read "
                 "(row_group_size=)"
             )
 
@@ -240,9 +254,9 @@ class Arrow(Format):
         for batch in batches:
             self._batches.append(batch)
             if arrow.total_allocated_bytes() > before:
-                raise self.damaged("its record batches are compressed: write it without, or as Parquet")
+                raise self.unfit("its record batches are compressed: uncompressed ones are read, or Parquet")
 
-    def columns(self) -> tuple[str, ...]:
+    def columns(self) -> dict[str, str]:
         return _columns(self._schema)
 
     def blocks(self) -> Iterator[RowBlock]:
@@ -283,21 +297,26 @@ class _Placed(Format):
 
 
 class JsonLines(_Placed):
-    """A text file with a JSON object in each line; blank lines are no rows."""
+    """A text file with a JSON object in each line; blank lines, white space too, are no rows."""
 
     def blocks(self) -> Iterator[RowBlock]:
-        begin, starts, last = 0, [np.zeros(1, np.uint64)], b"\n"
+        begin, starts, last, indented = 0, [np.zeros(1, np.uint64)], b"\n", list[int]()
         while content := self.opened.read(_READ, begin):
-            feeds = np.flatnonzero(np.frombuffer(content, np.uint8) == 10).astype(np.uint64)
-            starts.append(feeds + np.uint64(begin + 1))
+            codes = np.frombuffer(content, np.uint8)
+            feeds = np.flatnonzero(codes == 10)
+            starts.append((feeds + (begin + 1)).astype(np.uint64))
+            inside = feeds[: len(feeds) - (content[-1] == 10)] + 1
+            indented += [begin] * bool(last == b"\n" and codes[0] <= 32) + (
+                inside[codes[inside] <= 32] + begin
+            ).tolist()
             begin, last = begin + len(content), content[-1:]
         ends = np.concatenate([*starts, np.array([begin] * (last != b"\n"), np.uint64)])
         lengths = np.diff(ends)
         if lengths.max(initial=0) > MOST_ROW:
-            raise self.damaged(f"a line of {int(lengths.max()):,} bytes, of at most {MOST_ROW:,}")
+            raise self.unfit(f"a line of {int(lengths.max()):,} bytes, of at most {MOST_ROW:,}")
         full = lengths > 1
-        for place in np.flatnonzero(lengths == 2):  # a blank line of Windows'
-            full[place] = self.opened.read(2, int(ends[place])) != b"\r\n"
+        for place in np.searchsorted(ends, np.array(indented, np.uint64)).tolist():
+            full[place] = bool(self.opened.read(int(lengths[place]), int(ends[place])).strip())
         rows = ends[:-1][full]
         yield RowBlock(len(rows), 0, begin, np.append(rows, np.uint64(begin)))
 
@@ -308,9 +327,20 @@ class JsonLines(_Placed):
 
 def _decoded(opened: Format, line: bytes, where: str) -> Any:
     try:
-        return msgspec.json.decode(line)
+        row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise opened.damaged(f"{where} is no JSON ({_sentence(error)})") from None
+        row, text = None, line.lstrip()
+        with contextlib.suppress(ValueError, RecursionError):  # Python's reads a byte order mark, NaN, half of a letter
+            row = json.loads(line.decode("utf-8-sig"))
+        in_lines = text.startswith(b"[") or text.rstrip() == b"{"  # one value over several lines
+        if row is None and (isinstance(error, RecursionError) or not in_lines):
+            raise opened.damaged(f"{where} is no JSON ({_sentence(error)})") from None
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{printable(opened.file)}: {where} is no JSON object, but a part of one, an array or a value. Write one "
+            "object in each line (jq -c '.[]' FILE, or jq -c . FILE)"
+        )
+    return row
 
 
 class Compressed(Format):
@@ -333,7 +363,7 @@ class Compressed(Format):
                 raise self.damaged(f"it unpacks to more than {MOST_RATIO:,} times its size: a decompression bomb")
             end = text.rfind(b"\n") + 1 if content else len(text)
             if len(text) - end > MOST_ROW:
-                raise self.damaged(f"a line of more than {MOST_ROW:,} bytes, unpacked")
+                raise self.unfit(f"a line of more than {MOST_ROW:,} bytes, unpacked")
             if end:
                 yield RowBlock(len(_lines(text[:end])), self._at - len(text), end)
             if not content:
@@ -346,10 +376,10 @@ class Compressed(Format):
             self._begin()
         while self._at < block.start:
             if not self._unpacked(min(BLOCK_BYTES, block.start - self._at)):
-                raise self.damaged(CHANGED)
+                raise self.changed()
         lines = _lines(self._unpacked(block.size))
         if len(lines) != block.rows:
-            raise self.damaged(CHANGED)
+            raise self.changed()
         self.expansion = sum(map(sys.getsizeof, lines)) / block.size
         where = f"of the block at unpacked byte {block.start:,}"
         return lambda place: _decoded(self, lines[place], f"line {place} {where}")
@@ -382,7 +412,7 @@ def _zstd_window(header: bytes) -> int:
 
 
 def _lines(text: bytes) -> list[bytes]:
-    return [line for line in text.split(b"\n") if line and line != b"\r"]
+    return [line for line in text.split(b"\n") if line and (line[0] > 32 or line.strip())]
 
 
 class Tokens(_Placed):
@@ -392,6 +422,13 @@ class Tokens(_Placed):
         kind, size = np.dtype(self.options.dtype), self.facts[0]
         if size % kind.itemsize:
             raise self.damaged(f"{size:,} bytes are no whole number of {kind.name}: cut off, or of another dtype")
+        if self.opened.read(4, 0) in _LLM_C:
+            raise DataError(f"{printable(self.file)} has llm.c's header: tail -c +{_LLM_C_HEADER + 1} takes it away")
+        idx = self.file.with_suffix(".idx")
+        if idx.is_file() and (start := OpenFile(idx).read(18, 0)).startswith(b"MMIDIDX"):
+            its = _MEGATRON.get(start[-1], "another type")
+            if its != kind.name:
+                raise DataError(f"{printable(self.file)} has tokens of {its}, by its index {idx.name}: not {kind.name}")
         # slices of a plain array take half the time of a memmap's
         self._map = np.asarray(np.memmap(self.file, kind, mode="r") if size else np.empty(0, kind))
 
@@ -418,24 +455,28 @@ class Tar(_Placed):
 
     def blocks(self) -> Iterator[RowBlock]:
         starts, end = list[int](), 0
-        for _, group in by_sample(self._members(0)):
+        for _, parts in self._samples(0):
             starts.append(end)
-            for member in group:
+            for member in parts.values():
                 end = member.offset + -(-member.size // 512) * 512
         yield RowBlock(len(starts), 0, self.facts[0], np.array([*starts, end], np.uint64))
 
     def row(self, start: int, stop: int) -> Any:
-        key, group = next(by_sample(self._members(start)))
+        key, parts = next(self._samples(start))
         row: dict[str, Any] = {"__key__": key.decode(errors="replace")}
-        for member in group:
+        for ending, member in parts.items():
             if member.size > MOST_ROW:
-                raise self.damaged(f"a member of {member.size:,} bytes, of at most {MOST_ROW:,}")
-            row[ending_of(member).decode(errors="replace")] = self.opened.read(member.size, member.offset)
+                raise self.unfit(f"a member of {member.size:,} bytes, of at most {MOST_ROW:,}")
+            row[ending.decode(errors="replace")] = self.opened.read(member.size, member.offset)
         return row
 
-    def _members(self, start: int) -> Iterator[Member]:
+    def _samples(self, start: int) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
+        archive = Extent(self.opened, printable(self.file.name), start, self.facts[0])
+        return by_sample(archive, self._members(archive))
+
+    def _members(self, archive: Extent) -> Iterator[Member]:
         try:
-            yield from members(Extent(self.opened, printable(self.file.name), start, self.facts[0]))
+            yield from members(archive)
         except DataError as error:
             raise self.damaged(str(error)) from None
 
@@ -447,14 +488,26 @@ FORMATS: dict[str, type[Format]] = {
     ".ndjson": JsonLines,
     ".jsonl.gz": Compressed,
     ".jsonl.zst": Compressed,
+    ".json.gz": Compressed,
     ".tar": Tar,
     ".bin": Tokens,
 }
 """By the end of a file's name."""
 
 
-def _columns(schema: Any) -> tuple[str, ...]:
-    return tuple(f"{field.name} {field.type}" for field in schema)
+def _columns(schema: Any) -> dict[str, str]:
+    """Returns the type of each column as a row has it: an int of whatever width, a text of whatever encoding."""
+    types = library("pyarrow", "Arrow").types
+    kinds = {
+        "integer": types.is_integer,
+        "float": types.is_floating,
+        "text": lambda kind: types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind),
+    }
+    columns = {}
+    for field in schema:
+        kind = field.type.value_type if types.is_dictionary(field.type) else field.type
+        columns[field.name] = next((name for name, is_kind in kinds.items() if is_kind(kind)), str(kind))
+    return columns
 
 
 def _sentence(error: BaseException) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 from grappe.data.corpus.formats import FORMATS, Damaged, Format, RowBlock, RowOptions
 from grappe.data.shards import index as index_file
 from grappe.data.shards.open_file import Facts, facts_below
+from grappe.data.shards.selection import LeftOut, leave_out, refuse_splits, split_of
 from grappe.errors import DataError, TaskError, nearest
 from grappe.errors.foreign_text import printable
+from grappe.launch.files import read_bytes
 from grappe.launch.terminal import complain
 from grappe.words import count_of
 
@@ -38,6 +41,8 @@ class ShardFiles:
     """Below the root."""
     form: type[Format]
     options: RowOptions
+    left_out: LeftOut = dataclasses.field(default_factory=dict)
+    """Files of the folders that are of no format, or not listed; hidden ones are not counted."""
 
     def facts(self) -> tuple[Facts, ...]:
         """Returns the facts of each file, as they are now."""
@@ -83,8 +88,8 @@ def find(paths: Paths, options: RowOptions) -> ShardFiles:
         TaskError: tokens without their type.
     """
     asked = [paths] if isinstance(paths, str | Path) else list(paths)
-    endings = sorted(FORMATS, key=len, reverse=True)
     chosen: dict[Path, str] = {}
+    left_out = LeftOut()
     for path in (str(Path(each).expanduser().absolute()) for each in asked):
         is_pattern = glob.has_magic(path) and not Path(path).exists()
         matches = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]  # noqa: PTH207, absolute patterns
@@ -98,16 +103,16 @@ def find(paths: Paths, options: RowOptions) -> ShardFiles:
         if not matches:
             raise DataError(f"{printable(path)}: no file has such a name")
         for match in map(Path, matches):
-            for file in sorted(match.rglob("*")) if match.is_dir() else [match]:
-                ending = next((each for each in endings if file.name.endswith(each)), None)
-                hidden = any(part.startswith((".", "_")) for part in file.relative_to(match).parts)
-                if match.is_dir() and (ending is None or hidden or not file.is_file()):
-                    continue
-                if not file.is_file():
-                    raise DataError(f"{printable(file)}: there is no such file or folder")
-                if ending is None:
-                    raise DataError(f"{printable(file)}: its ending is of no format: {', '.join(FORMATS)}")
-                chosen[file] = ending
+            if not match.is_dir():
+                if not match.is_file():
+                    raise DataError(f"{printable(match)}: there is no such file or folder")
+                if (ending := _ending_of(match.name)) is None:
+                    raise DataError(f"{printable(match)}: its ending is of no format: {', '.join(FORMATS)}")
+                chosen[match] = ending
+                continue
+            inside = {file: ending for file in _files_below(match, left_out) if (ending := _ending_of(file.name))}
+            refuse_splits(match, (split_of(part) for file in inside for part in file.relative_to(match).parts))
+            chosen |= inside
     if not chosen:
         raise DataError(f"{printable(asked[0])} has no file that ends in {', '.join(FORMATS)}")
     forms = {FORMATS[ending]: ending for ending in chosen.values()}
@@ -121,7 +126,58 @@ def find(paths: Paths, options: RowOptions) -> ShardFiles:
         raise TaskError("Corpus: files of tokens (.bin) need dtype=, such as dtype='uint16', and no others have one")
     files = sorted(chosen)
     root = files[0].parent if len(files) == 1 else Path(os.path.commonpath(files))
-    return ShardFiles(root=root, names=tuple(str(file.relative_to(root)) for file in files), form=form, options=options)
+    names = tuple(str(file.relative_to(root)) for file in files)
+    return ShardFiles(root=root, names=names, form=form, options=options, left_out=left_out)
+
+
+def _ending_of(name: str) -> str | None:
+    """Returns the format's ending of a file's name; None if it is of no format."""
+    return max((ending for ending in FORMATS if name.endswith(ending)), key=len, default=None)
+
+
+def _files_below(folder: Path, left_out: LeftOut) -> Iterator[Path]:
+    """Yields the files of formats below a folder; of one that Hugging Face's datasets saved, those that it lists.
+
+    Raises:
+        DataError: the folder is a DatasetDict, of which a split is to be named, or its list is damaged.
+    """
+    for path, folders, names in os.walk(folder):
+        here = Path(path)
+        if "dataset_dict.json" in names:
+            splits = ", ".join(str(here / name) for name in sorted(folders))
+            raise DataError(f"{printable(here)} is a DatasetDict of several splits: name one of {printable(splits)}")
+        listed = set(names)
+        if "state.json" in names:
+            try:
+                state = msgspec.json.decode(read_bytes(here / "state.json", 100), type=_SavedDataset)
+                listed = {file.filename for file in state._data_files}
+            except msgspec.DecodeError:
+                raise DataError(f"{printable(here / 'state.json')} is not what datasets.save_to_disk writes") from None
+        folders[:] = [name for name in folders if not name.startswith(_HIDDEN)]
+        for name in (*folders, *names):
+            below = here / name
+            if below.is_dir():
+                if below.is_symlink():
+                    leave_out(left_out, str(below.relative_to(folder)), "linked folders")
+            elif not name.startswith(_HIDDEN) and name not in _OF_DATASETS:
+                if name in listed and _ending_of(name) and below.is_file():
+                    yield below
+                else:
+                    leave_out(left_out, str(below.relative_to(folder)))
+
+
+_HIDDEN = (".", "_")
+_OF_DATASETS = ("state.json", "dataset_info.json")
+
+
+class _SavedFile(msgspec.Struct):
+    filename: str
+
+
+class _SavedDataset(msgspec.Struct):
+    """The part of state.json, as `datasets.Dataset.save_to_disk` writes it, that says which files have the rows."""
+
+    _data_files: list[_SavedFile]
 
 
 def open_index(
@@ -156,17 +212,12 @@ def scan(shards: ShardFiles, *, skip_damaged: bool, report: Callable[[str], None
     blocks: list[tuple[int, int, int, int]] = []
     places: list[NDArray[np.uint64]] = []
     damaged: list[str] = []
-    columns: tuple[str, ...] | None = None
+    columns: dict[str, str] | None = None
     for number, name in enumerate(shards.names):
         report(f"indexing {name}: file {number + 1:,} of {len(shards.names):,}")
         try:
             opened, reader = (shards.form(shards.root / name, shards.options) for _ in range(2))
-            if columns is None:
-                columns = opened.columns()
-                _check_columns(columns, shards)
-            elif opened.columns() != columns:
-                its = f"({', '.join(opened.columns())})"
-                raise opened.damaged(f"its columns are {its}, and those of {shards.names[0]} ({', '.join(columns)})")
+            columns = _same_columns(columns, opened.columns(), shards, name)
             for block in opened.blocks():
                 readable, bad = _readable(reader, block) if skip_damaged and block.rows else (block, [])
                 damaged += (f"{name}: {reason}" for reason in bad)
@@ -181,11 +232,26 @@ def scan(shards: ShardFiles, *, skip_damaged: bool, report: Callable[[str], None
     return CorpusIndex(blocks=np.array(blocks, BLOCK), places=laid, damaged=tuple(damaged))
 
 
-def _check_columns(columns: tuple[str, ...], shards: ShardFiles) -> None:
-    names = [column.partition(" ")[0] for column in columns]
-    for column in shards.options.columns or () if names else ():
-        if column not in names:
-            raise DataError(f"{printable(shards.root)} has no column {column!r}: {nearest(column, names)}")
+def _same_columns(before: dict[str, str] | None, its: dict[str, str], shards: ShardFiles, name: str) -> dict[str, str]:
+    """Returns the columns of the files so far with those of one more: the type of each that is read.
+
+    Raises:
+        DataError: a column is missing, or of another type; the file is whole, so `skip_damaged` does not leave it out.
+    """
+    for column in shards.options.columns or () if its else ():
+        if column not in its:
+            raise DataError(f"{printable(shards.root / name)} has no column {column!r}: {nearest(column, list(its))}")
+    its = {column: its[column] for column in shards.options.columns or its if column in its}
+    if before is None:
+        return its
+    for column in sorted(before.keys() | its.keys()):
+        there, here = before.get(column, "missing"), its.get(column, "missing")
+        if here != there and "null" not in (here, there):
+            raise DataError(
+                f"{printable(shards.root / name)}: the column {printable(column)!r} is {here} and in the files before "
+                f"{there}. The files are whole: read columns that all have, Corpus(…, columns=[…]), or convert it"
+            )
+    return before | {column: kind for column, kind in its.items() if kind != "null"}
 
 
 def _readable(opened: Format, block: RowBlock) -> tuple[RowBlock, list[str]]:

@@ -20,6 +20,7 @@ from grappe.data.draw import mix
 from grappe.data.images.decode import NoPicture, View
 from grappe.data.images.index import Reader, open_index, quarantined
 from grappe.data.seeded import claims
+from grappe.data.shards.selection import counts
 from grappe.errors import DataError, TaskError
 from grappe.errors.foreign_text import printable
 from grappe.launch.rank import is_main_process
@@ -27,7 +28,7 @@ from grappe.launch.terminal import complain
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """Labelled pictures, JPEG or PNG, read where they are: samples are pairs (uint8 [3, S, S], label).
+    """Labelled pictures, such as JPEG or PNG, read where they are: samples are pairs (uint8 [3, S, S], label).
 
     `source` is a folder of class folders; a tar archive of a tar for each class (ILSVRC2012_img_train.tar as it is
     downloaded) or of class folders; a folder of tar shards in WebDataset's form; or, with `labels`, a flat archive
@@ -89,6 +90,8 @@ class Images(Dataset[tuple[Tensor, int]]):
             complain(
                 f"grappe: {self.source}: {len(self):,} of {len(self._index):,} images, {self.left_out:,} in quarantine"
             )
+        if self._index.left_out and is_main_process():
+            complain(f"grappe: {self.source}: left out: {counts(self._index.left_out)}")
 
     def numbered_as(self, other: Images) -> Images:
         """Returns these images with the class numbers of `other`, unless `classes=` has given them theirs.
@@ -137,7 +140,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         return image, int(self._label_of[self._index.entries["label"][place]])
 
     def read(self, index: int) -> bytes:
-        """Returns the content of an image's file, JPEG or PNG."""
+        """Returns the content of an image's file."""
         return self._reader.read(self._place(index))
 
     def forget(self, index: int) -> None:

@@ -1,9 +1,9 @@
-"""Decodes JPEG and PNG files into RGB pixels, to the same bits by any decoder, and cuts a sample's part out of them.
+"""Decodes pictures' files into RGB pixels, to the same bits by any decoder, and cuts a sample's part out of them.
 
-simplejpeg decodes where it is installed, else Pillow. A file's header is parsed first, so that no decoder takes memory
-for the pixels of a bomb. JPEG: ITU-T T.81, annex B. PNG: https://www.w3.org/TR/png-3/#11IHDR. Which part a sample gets
-depends on its key. Shapes: H x W pixels of a picture, or of one scaled down while it is decoded; S, the side of a
-sample; B images of C channels.
+simplejpeg decodes JPEG where it is installed, else Pillow. A file's header is parsed first, so that no decoder takes
+memory for the pixels of a bomb. JPEG: ITU-T T.81, annex B. PNG: https://www.w3.org/TR/png-3/#11IHDR. Which part a
+sample gets depends on its key. Shapes: H x W pixels of a picture, or of one scaled down while it is decoded; S, the
+side of a sample; B images of C channels.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from grappe.errors import TaskError
 MOST_PIXELS = 89_478_485
 """Above this Pillow warns of a decompression bomb; 268 MB of RGB."""
 _PNG = b"\x89PNG\r\n\x1a\n"
+_OTHERS = ("WEBP", "BMP", "GIF", "TIFF", "PPM")
+_EIGHT_BITS = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"}
+_ORIENTATION = 0x0112  # EXIF 2.32, table 4
 _ALONE = {0x01, *range(0xD0, 0xD9)}  # markers without a length
 _FRAMES = {0xC0, 0xC1, 0xC2, 0xC9, 0xCA}
 _OTHER_FRAMES = {0xC3, 0xC5, 0xC6, 0xC7, 0xCB, 0xCD, 0xCE, 0xCF}  # lossless and hierarchical
@@ -38,11 +41,11 @@ _SCAN = 0xDA
 class ImageHeader(NamedTuple):
     """Size and form of a picture, as its file says."""
 
-    kind: Literal["jpeg", "png"]
+    kind: Literal["jpeg", "png", "other"]
     height: int
     width: int
     channels: int
-    """1 grey, 3 colour, 4 CMYK, of a JPEG; 0 of a PNG."""
+    """1 grey, 3 colour, 4 CMYK, of a JPEG; else 0."""
 
 
 class NoPicture(ValueError):
@@ -50,10 +53,10 @@ class NoPicture(ValueError):
 
 
 def header_of(data: bytes) -> ImageHeader:
-    """Parses the header of a JPEG or PNG file, whatever its name.
+    """Parses the header of a picture's file, whatever its name.
 
     Raises:
-        NoPicture: it is neither, is of a kind that is not decoded, or is larger than MOST_PIXELS.
+        NoPicture: it is none, is of a kind that is not decoded, or is larger than MOST_PIXELS.
     """
     if not data:
         raise NoPicture("the file is empty")
@@ -62,7 +65,7 @@ def header_of(data: bytes) -> ImageHeader:
     elif data.startswith(_PNG):
         header = _png(data)
     else:
-        raise NoPicture(f"neither JPEG nor PNG: it begins with {data[:4].hex(' ')}")
+        header = _other(data)
     if header.height < 1 or header.width < 1:
         raise NoPicture(f"its header gives {header.width} x {header.height} pixels")
     if header.height * header.width > MOST_PIXELS:
@@ -103,6 +106,25 @@ def _png(data: bytes) -> ImageHeader:
     return ImageHeader("png", int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big"), 0)
 
 
+def _other(data: bytes) -> ImageHeader:
+    """Reads the header of a kind that Pillow alone decodes; it allocates nothing for the pixels."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=_OTHERS) as picture:
+            frames, mode, (width, height) = getattr(picture, "n_frames", 1), picture.mode, picture.size
+    except Image.UnidentifiedImageError:
+        kinds = ", ".join(("JPEG", "PNG", *_OTHERS))
+        raise NoPicture(f"no picture ({kinds}): it begins with {data[:4].hex(' ')}") from None
+    except Exception as error:  # a damaged header may raise anything
+        raise NoPicture(f"damaged or cut off: {_sentence(error)}") from None
+    if frames > 1:
+        raise NoPicture(f"it has {frames} frames or pages, and a sample is one picture")
+    if mode not in _EIGHT_BITS:
+        raise NoPicture(f"pixels of the mode {mode}, which has no one meaning in 8 bits")
+    return ImageHeader("other", height, width, 0)
+
+
 Pixels = NDArray[np.uint8]
 SCALES = (8, 4, 2)
 """Divisors by which libjpeg scales a picture for less than decoding it whole, and both decoders alike."""
@@ -115,6 +137,17 @@ def simplejpeg() -> ModuleType | None:
         return importlib.import_module("simplejpeg")
     except ImportError:
         return None
+
+
+def is_turned(data: bytes) -> bool:
+    """Returns whether a file's EXIF data would turn or mirror its pixels, which stay as they are stored here."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data)) as picture:
+            return picture.getexif().get(_ORIENTATION, 1) != 1
+    except Exception:  # damaged in any way: what decodes it says so
+        return False
 
 
 def scale_for(header: ImageHeader, height: int, width: int, needed: int) -> int:
@@ -156,7 +189,8 @@ def _by_pillow(data: bytes, header: ImageHeader, scale: int) -> Pixels:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data), formats=["JPEG" if header.kind == "jpeg" else "PNG"]) as picture:
+        formats: tuple[str, ...] = _OTHERS if header.kind == "other" else (header.kind.upper(),)
+        with Image.open(io.BytesIO(data), formats=formats) as picture:
             if scale > 1:
                 picture.draft(picture.mode, (header.width // scale, header.height // scale))
             return np.array(picture.convert("RGB"))  # a copy: torch warns of arrays that it may not write to
@@ -219,7 +253,7 @@ class RandomResizedCrop:
             )
 
     def __call__(self, data: bytes, key: int, *, fast: bool = True) -> Tensor:
-        """Returns uint8 [3, S, S] of a JPEG or PNG file."""
+        """Returns uint8 [3, S, S] of a picture's file."""
         header = header_of(data)
         box = self.box(header.height, header.width, key)
         scale = scale_for(header, box.height, box.width, self.size)
@@ -270,7 +304,7 @@ class CentreCrop:
         return round(self.size * 256 / 224) if self.short is None else self.short
 
     def __call__(self, data: bytes, key: int = 0, *, fast: bool = True) -> Tensor:
-        """Returns uint8 [3, S, S] of a JPEG or PNG file; the key changes nothing."""
+        """Returns uint8 [3, S, S] of a picture's file; the key changes nothing."""
         pixels = shortened(data, self.side, fast=fast)
         top, left = ((length - self.size) // 2 for length in pixels.shape[1:])
         return pixels[:, top : top + self.size, left : left + self.size]

@@ -6,6 +6,7 @@ user's own folder; so does the list of images that cannot be decoded.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import mmap
@@ -22,6 +23,7 @@ from grappe.data.images.listing import ENTRY, Index, Kind, Report, listing
 from grappe.data.shards import index as index_file
 from grappe.data.shards.index import Stale
 from grappe.data.shards.open_file import OpenFile, facts_below, leads_out
+from grappe.data.shards.selection import LeftOut
 from grappe.data.shards.tar import BLOCK, mark_of
 from grappe.errors import DataError, reading
 from grappe.errors.foreign_text import printable
@@ -42,8 +44,8 @@ LabelFiles = tuple[Path | None, Path | None]
 """The file of labels, and the file that says what numbers in it mean."""
 
 
-Description = tuple[Kind, tuple[str, ...], int, tuple[str, ...]]
-"""The kind, the classes, the number of files left out, and hashes of the files of labels."""
+Description = tuple[Kind, tuple[str, ...], LeftOut, tuple[str, ...]]
+"""The kind, the classes, what is left out, and hashes of the files of labels."""
 _KINDS = (ENTRY, np.dtype("<u8"), np.dtype("u1"))
 
 
@@ -147,6 +149,9 @@ class Reader:
         return OpenFile(self._source / name)
 
     def _changed(self, place: int) -> DataError:
+        for file in places(self._source, INDEX):  # opening an index looks at some images only
+            with contextlib.suppress(OSError):
+                files.remove(file)
         return DataError(
             f"{self.name(place)} changed after it was indexed: a file was replaced. Start again, which makes the "
             f"index again (or: grappe data index {printable(self._source)} --again)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import dataclasses
 import json
@@ -15,7 +16,8 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from grappe.data.shards.tar import Extent, Member, archive_in, by_sample, ending_of, members
+from grappe.data.shards.selection import LeftOut, counts, joined, leave_out, refuse_splits, split_of
+from grappe.data.shards.tar import Extent, Member, archive_in, by_sample, members
 from grappe.errors import DataError, reading
 from grappe.errors.foreign_text import printable
 
@@ -23,7 +25,8 @@ T = TypeVar("T")
 Kind = Literal["folder", "archive", "shards"]
 Report = Callable[[str], None]
 """Shows progress, in a few words."""
-ENDINGS = (b".jpg", b".jpeg", b".png")
+ENDINGS = (b".jpg", b".jpeg", b".jfif", b".png", b".webp", b".bmp", b".gif", b".tif", b".tiff", b".ppm", b".pgm")
+"""Of files that are taken for pictures; their content says of which kind they are."""
 THREADS = 8  # they wait for a file system
 LARGEST = (1 << 32) - 1
 ENTRY = np.dtype([("offset", "<u8"), ("size", "<u4"), ("mark", "<u4"), ("file", "<u4"), ("label", "<i4")])
@@ -51,8 +54,8 @@ class Index:
     name_ends: NDArray[np.uint64]
     """[N]: where each name ends in `name_bytes`."""
     name_bytes: NDArray[np.uint8]
-    left_out: int
-    """Files that are not named as images are."""
+    left_out: LeftOut
+    """Files that are no images."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -79,7 +82,7 @@ class _Part(NamedTuple):
 
     names: list[bytes]
     entries: NDArray[np.void]
-    left_out: int
+    left_out: LeftOut
     folders: Sequence[str] = ()
     """The folders that they lie in."""
 
@@ -106,11 +109,14 @@ def listing(source: Path, labels: Path | None, numbering: Path | None, report: R
     else:
         images = (_list_shards if shards_in(source) else _list_folder)(source, report)
     if not len(images):
-        raise DataError(f"{source} has no image (.jpg, .jpeg or .png) in it")
+        endings = b", ".join(ENDINGS).decode()
+        raise DataError(f"{source} has no image ({endings}) in it; left out: {counts(images.left_out) or 'nothing'}")
+    if labels is None and all(split_of(name) == name.lower() for name in images.classes):
+        refuse_splits(source, images.classes)
     return images
 
 
-def _part(rows: Sequence[Row], left_out: int, folders: Sequence[str] = ()) -> _Part:
+def _part(rows: Sequence[Row], left_out: LeftOut, folders: Sequence[str] = ()) -> _Part:
     too_large = next((row for row in rows if row[2] > LARGEST), None)
     if too_large is not None:
         raise DataError(f"'{printable(_text(too_large[0]))}' is not an image: {too_large[2]:,} bytes")
@@ -132,10 +138,22 @@ def _in_threads(work: Callable[[T, int], _Part], items: Sequence[T], unit: str, 
 
 
 def _joined(
-    kind: Kind, files: Sequence[str], classes: Sequence[str], parts: Sequence[_Part], left_out: int = 0
+    kind: Kind, files: Sequence[str], classes: Sequence[str], parts: Sequence[_Part], left_out: LeftOut | None = None
 ) -> Index:
-    """Puts the images of several folders or archives together, in this order."""
+    """Puts the images of several folders or archives together, in this order.
+
+    Raises:
+        DataError: a class's name, or a folder's, is not UTF-8, as an index has its words.
+    """
     names = [name for part in parts for name in part.names]
+    for text in (*classes, *files):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise DataError(
+                f"the folder {printable(text)} has a name that is not UTF-8, as unpacked by another system: rename it "
+                "(convmv -f latin1 -t utf8 -r --notest FOLDER, or mv)"
+            ) from None
     return Index(
         kind=kind,
         files=tuple(files),
@@ -143,13 +161,13 @@ def _joined(
         entries=np.concatenate([np.empty(0, ENTRY), *(part.entries for part in parts)]),
         name_ends=np.cumsum(np.fromiter(map(len, names), np.uint64, len(names)), dtype=np.uint64),
         name_bytes=np.frombuffer(b"".join(names), np.uint8),
-        left_out=left_out + sum(part.left_out for part in parts),
+        left_out=joined([left_out or {}, *(part.left_out for part in parts)]),
     )
 
 
-def _is_image(name: bytes) -> bool:
-    base = name.rpartition(b"/")[2]
-    return base.lower().endswith(ENDINGS) and not base.startswith(b".")  # ._NAME.jpg: what macOS adds
+def is_image(name: bytes) -> bool:
+    """Returns whether a file is named as a picture is, and is not hidden, as ._NAME.jpg, which macOS adds."""
+    return name.lower().endswith(ENDINGS) and b"/." not in b"/" + name.removeprefix(b"./")
 
 
 def _text(name: bytes) -> str:
@@ -161,26 +179,37 @@ def _text(name: bytes) -> str:
 
 
 def _list_folder(source: Path, report: Report) -> Index:
+    classes, left_out = list[str](), LeftOut()
     with os.scandir(source) as places:
-        classes = sorted(place.name for place in places if place.is_dir() and not place.name.startswith("."))
+        for place in places:
+            if place.is_dir() and not place.name.startswith("."):
+                classes.append(place.name)
+            else:
+                leave_out(left_out, place.name)
     if not classes:
         raise DataError(f"{source} has no class folders: images lie in SOURCE/CLASS/NAME.jpg")
+    classes.sort()
     parts = _in_threads(lambda name, label: _class_folder(source, name, label), classes, "class folders", report)
     folders = ["", *(folder for part in parts for folder in part.folders)]
-    return _joined("folder", folders, classes, parts)
+    for name in (name for name, part in zip(classes, parts, strict=True) if not part.names):
+        leave_out(left_out, name, "folders without a picture")
+    classes = [name for name, part in zip(classes, parts, strict=True) if part.names]
+    for label, part in enumerate(part for part in parts if part.names):
+        part.entries["label"] = label
+    return _joined("folder", folders, classes, parts, left_out)
 
 
 def _class_folder(source: Path, name: str, label: int) -> _Part:
-    rows, left_out, folders = [], 0, [name]
+    rows, left_out, folders = [], LeftOut(), [name]
     for inside in folders:  # which grows meanwhile
         with os.scandir(source / inside) as places:
             for place in places:
                 path = f"{inside}/{place.name}"
-                if place.is_dir(follow_symlinks=False):
+                if place.is_dir(follow_symlinks=False) and not place.name.startswith("."):
                     folders.append(path)
                     continue
-                if not _is_image(os.fsencode(place.name)):
-                    left_out += 1
+                if place.is_dir() or not is_image(os.fsencode(path)):
+                    leave_out(left_out, path, "linked folders" if place.is_symlink() and place.is_dir() else None)
                     continue
                 try:
                     facts = place.stat()
@@ -204,48 +233,66 @@ def _list_archive(source: Path, labels: Path | None, numbering: Path | None, rep
             report(f"{len(outer):,} members")
     inner = sorted(member for member in outer if member.name.endswith(b".tar"))
     if labels is None and inner:
-        return _list_inner_archives(archive, inner, report)
-    images = [member for member in outer if _is_image(member.name)]
-    left_out = len(outer) - len(images)
+        return _list_inner_archives(archive, inner, outer, report)
+    images, left_out = _images_of(outer)
     if labels is not None:
-        part = _part(sorted(_row(member, member.name) for member in images), left_out)
+        part = _part(sorted(_row(member, name) for name, member in images.items()), left_out)
         part.entries["label"], classes = _labels_of(labels, part.names, numbering)
         return _joined("archive", ("",), classes, [part])
     if any(member.name.endswith(b".cls") for member in outer):
         raise DataError(f"{source} is a shard: put it into a folder of shards, and name the folder")
-    by_class: dict[bytes, list[Member]] = {}
-    for member in images:
-        folder = member.name.removeprefix(b"./").rpartition(b"/")[0].rpartition(b"/")[2]
-        if not folder:
+    by_class: dict[bytes, list[Row]] = {}
+    folders = {name: name.removeprefix(b"./").split(b"/")[:-1] for name in images}
+    # Folders above the class folders, as `tar cf train.tar train` writes them.
+    above = len(os.path.commonprefix(list(folders.values())))  # noqa: RUF071, of lists, so by whole names
+    if folders and all(len(inside) == above for inside in folders.values()):
+        above -= 1
+    for name, inside in folders.items():
+        if len(inside) <= max(above, 0):
             raise DataError(
-                f"{source} has images without a class ('{printable(_text(member.name))}'): name the file that "
+                f"{source} has images without a class ('{printable(_text(name))}'): name the file that "
                 "has their classes: labels= (--labels)"
             )
-        by_class.setdefault(folder, []).append(member)
+        by_class.setdefault(inside[above], []).append(_row(images[name], name))
     names = sorted(by_class)
-    parts = [
-        _part(sorted(_row(member, member.name, label) for member in by_class[name]), 0)
-        for label, name in enumerate(names)
-    ]
-    return _joined("archive", ("",), list(map(_text, names)), parts, left_out)
+    parts = [_part(sorted(by_class[name]), {}) for name in names]
+    for label, part in enumerate(parts):
+        part.entries["label"] = label
+    return _joined("archive", ("",), list(map(os.fsdecode, names)), parts, left_out)
 
 
-def _list_inner_archives(archive: Extent, inner: Sequence[Member], report: Report) -> Index:
+def _images_of(files: Sequence[Member]) -> tuple[dict[bytes, Member], LeftOut]:
+    """Returns the images of an archive by their names, and what is left out; the last of a name, as tar unpacks it."""
+    images, left_out = dict[bytes, Member](), LeftOut()
+    for member in files:
+        if not is_image(member.name):
+            leave_out(left_out, _text(member.name))
+        elif member.name in images:
+            leave_out(left_out, _text(member.name), "replaced by a later member of the same name")
+        if is_image(member.name):
+            images[member.name] = member
+    return images, left_out
+
+
+def _list_inner_archives(archive: Extent, inner: Sequence[Member], outer: Sequence[Member], report: Report) -> Index:
     """Lists the images of archives in an archive, whose names are the classes."""
     names = [tar.name.rpartition(b"/")[2].removesuffix(b".tar") for tar in inner]
+    if len({*names}) < len(names):
+        twice = _twice(list(map(_text, names)))
+        raise DataError(f"{archive.title} has several archives {twice}.tar, which would be one class")
 
     def walked(tar: Member, label: int) -> _Part:
         title = f"{printable(_text(tar.name))} in {archive.title}"
-        files = list(members(Extent(archive.file, title, tar.offset, tar.offset + tar.size)))
-        rows = [
-            _row(member, names[label] + b"/" + member.name.removeprefix(b"./"), label)
-            for member in files
-            if _is_image(member.name)
-        ]
-        return _part(sorted(rows), len(files) - len(rows))
+        images, left_out = _images_of(list(members(Extent(archive.file, title, tar.offset, tar.offset + tar.size))))
+        rows = [_row(member, names[label] + b"/" + name.removeprefix(b"./"), label) for name, member in images.items()]
+        return _part(sorted(rows), left_out)
 
     parts = _in_threads(walked, inner, "classes", report)
-    return _joined("archive", ("",), list(map(_text, names)), parts)
+    left_out = LeftOut()
+    for member in outer:
+        if not member.name.endswith(b".tar"):
+            leave_out(left_out, _text(member.name))
+    return _joined("archive", ("",), list(map(os.fsdecode, names)), parts, left_out)
 
 
 # Files of labels: which class each image of a flat archive (ImageNet's validation set) is of.
@@ -263,6 +310,8 @@ def _labels_of(file: Path, names: Sequence[bytes], numbering: Path | None) -> tu
     """
     # A line names the image with or without its ending.
     stems = [Path(_text(name)).stem for name in names]
+    if len({*stems}) < len(stems):
+        raise DataError(f"{file}: several images have one name ('{_twice(stems)}'), and a line names one of them")
     lines = _label_rows(file, set(stems))
     if not lines:
         raise DataError(f"{file} has no line")
@@ -271,7 +320,10 @@ def _labels_of(file: Path, names: Sequence[bytes], numbering: Path | None) -> tu
             raise DataError(f"{file} has {len(lines):,} lines for {len(names):,} images")
         words = [line[0] for line in lines]
     else:
-        by_stem = {Path(line[0]).stem: line[1] for line in lines if len(line) > 1}
+        pairs = {(Path(line[0]).stem, line[1]) for line in lines if len(line) > 1}
+        by_stem = dict(pairs)
+        if len(by_stem) < len(pairs):
+            raise DataError(f"{file} has several classes for the image '{_twice([stem for stem, _ in pairs])}'")
         absent = next((stem for stem in stems if stem not in by_stem), None)
         if absent is not None:
             raise DataError(f"{file} has no line for the image '{printable(absent)}'")
@@ -290,6 +342,11 @@ def _labels_of(file: Path, names: Sequence[bytes], numbering: Path | None) -> tu
     classes = sorted(set(words))
     places = {name: place for place, name in enumerate(classes)}
     return np.array([places[word] for word in words], np.int32), classes
+
+
+def _twice(names: Sequence[str]) -> str:
+    """Returns a name that is there twice, fit to print."""
+    return printable(min(name for name, count in collections.Counter(names).items() if count > 1))
 
 
 def _label_rows(file: Path, stems: Set[str]) -> list[list[str]]:
@@ -348,6 +405,7 @@ def shard_names(source: Path) -> tuple[str, ...]:
         DataError: one is missing: by the folder's manifest, or by a gap in their numbers.
     """
     there = shards_in(source)
+    refuse_splits(source, map(split_of, there))
     if (source / MANIFEST).is_file():
         try:
             records = json.loads((source / MANIFEST).read_bytes())["shards"]
@@ -392,6 +450,12 @@ def _missing_numbers(names: Sequence[str]) -> Iterator[str]:
 def _list_shards(source: Path, report: Report) -> Index:
     """Lists a folder of shards: files whose names are alike up to the first dot are one sample."""
     shards = shard_names(source)
+    for place in sorted(source.glob("[!.]*/*")):
+        if is_image(os.fsencode(place.name)):
+            raise DataError(
+                f"{source} has shards ({printable(shards[0])}) and class folders ({printable(place.parent.name)}): "
+                "move those away that are not meant"
+            )
     parts = _in_threads(lambda name, number: _list_shard(source, name, number), shards, "shards", report)
     largest = max((int(part.entries["label"].max()) for part in parts if part.names), default=0)
     file = source / CLASSES
@@ -403,13 +467,22 @@ def _list_shards(source: Path, report: Report) -> Index:
 
 
 def _list_shard(source: Path, name: str, number: int) -> _Part:
-    rows, left_out, archive = [], 0, archive_in(source / name)
-    for key, group in by_sample(members(archive)):
-        parts = {ending_of(member).lower(): member for member in group}
-        image = next((member for ending, member in parts.items() if b"." + ending in ENDINGS), None)
-        if image is None:
-            left_out += 1
+    rows, left_out, archive = [], LeftOut(), archive_in(source / name)
+    for key, named in by_sample(archive, members(archive)):
+        parts = {ending.lower(): member for ending, member in named.items()}
+        images = [member for ending, member in parts.items() if b"." + ending in ENDINGS]
+        dotted = next((member.name for ending, member in parts.items() if b"." in ending and is_image(ending)), None)
+        if dotted is not None and not images:
+            raise DataError(
+                f"{archive.title}: '{printable(_text(dotted))}' has a dot in its sample's key, which ends at the first "
+                "one: pack it under another name"
+            )
+        if len(images) > 1:
+            raise DataError(f"{archive.title}: the sample '{printable(_text(key))}' has {len(images)} pictures")
+        if not images:
+            leave_out(left_out, _text(key), "samples without a picture")
             continue
+        (image,) = images
         path = os.fsencode(name) + b"/" + image.name.removeprefix(b"./")
         rows.append(_row(image, path, _label_in_shard(archive, key, parts), file=number))
     return _part(rows, left_out)

@@ -25,7 +25,7 @@ from grappe.launch import files
 from grappe.launch.files import state_folder
 
 T = TypeVar("T")
-VERSION = 4
+VERSION = 5
 _ALIGNED = 64
 _START = 16
 

@@ -63,14 +63,32 @@ def archive_in(file: Path) -> Extent:
     return Extent(opened, opened.name, 0, opened.facts[0])
 
 
-def by_sample(members: Iterable[Member]) -> Iterator[tuple[bytes, Iterator[Member]]]:
-    """Groups neighbours of one sample: their names are alike up to the first dot behind their folder, its key."""
-    return itertools.groupby(members, lambda member: _key_of(member.name))
+def by_sample(archive: Extent, members: Iterable[Member]) -> Iterator[tuple[bytes, dict[bytes, Member]]]:
+    """Groups neighbours of one sample: their names are alike up to the first dot behind their folder, its key.
+
+    Yields:
+        The key, and the sample's members by the rest of their names behind the dot.
+
+    Raises:
+        DataError: a sample has two members of one ending, or its members are no neighbours.
+    """
+    keys = set[int]()  # hashes: an archive may have millions
+    for key, group in itertools.groupby(members, lambda member: _key_of(member.name)):
+        parts: dict[bytes, Member] = {}
+        for member in group:
+            if parts.setdefault(member.name[len(key) + 1 :], member) is not member:
+                _refuse_sample(archive, member.name, "is there twice")
+        if (hashed := xxhash.xxh3_64_intdigest(key)) in keys:
+            _refuse_sample(archive, next(iter(parts.values())).name, "is no neighbour of its sample's other members")
+        keys.add(hashed)
+        yield key, parts
 
 
-def ending_of(member: Member) -> bytes:
-    """Returns what tells a sample's members apart: the name behind the key and the dot."""
-    return member.name[len(_key_of(member.name)) + 1 :]
+def _refuse_sample(archive: Extent, name: bytes, what: str) -> NoReturn:
+    raise DataError(
+        f"{archive.title}: '{printable(name.decode(errors='replace'))}' {what}: pack the shard again, each sample's "
+        "members one after the other (tar --sort=name)"
+    )
 
 
 def _key_of(name: bytes) -> bytes:

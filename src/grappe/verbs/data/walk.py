@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from collections import deque
@@ -17,10 +18,13 @@ from grappe.data.corpus.corpus import Corpus
 from grappe.data.corpus.formats import FORMATS, RowOptions
 from grappe.data.corpus.index import find
 from grappe.data.corpus.index import open_index as open_corpus_index
-from grappe.data.images.decode import NoPicture, decoded, header_of, simplejpeg
+from grappe.data.images.decode import NoPicture, decoded, header_of, is_turned, simplejpeg
 from grappe.data.images.index import Reader, open_index, quarantined, write_quarantine
+from grappe.data.images.listing import is_image
 from grappe.data.sampling import SampleOrder
+from grappe.data.shards.selection import LeftOut
 from grappe.errors import DataError
+from grappe.errors.foreign_text import printable
 from grappe.launch.terminal import progress
 from grappe.launch.world import cores
 
@@ -32,8 +36,8 @@ class Indexed:
     kind: str
     images: int
     classes: int
-    left_out: int
-    """Files that are no images by their names."""
+    left_out: LeftOut
+    """Files that are no images."""
     quarantined: int
     file: Path
     size: int
@@ -74,6 +78,10 @@ class Checked:
     """Name and reason of each that cannot be decoded."""
     quarantine: Path | None
     """The list that was written; None: all can be decoded."""
+    left_out: LeftOut
+    """Files that are no images."""
+    turned: int
+    """Images whose EXIF orientation would turn them: datasets take the pixels as they are stored."""
     sees_all: bool
     """Whether the decoder sees damage that leaves a picture, as simplejpeg does."""
 
@@ -91,6 +99,7 @@ def check(source: Path, *, labels: Path | None = None, numbering: Path | None = 
 
     def reason(place: int) -> str:
         data = reader.read(place)
+        turned.extend([place] * is_turned(data))
         try:
             decoded(data, header_of(data))
         except NoPicture as error:
@@ -98,6 +107,7 @@ def check(source: Path, *, labels: Path | None = None, numbering: Path | None = 
         return ""
 
     bad: dict[int, str] = {}
+    turned: list[int] = []
     meter = ProgressMeter("checking", len(index))
     for place, why in enumerate(in_threads(reason, range(len(index)))):
         if why:
@@ -108,12 +118,14 @@ def check(source: Path, *, labels: Path | None = None, numbering: Path | None = 
         place, why = next(iter(bad.items()))
         raise DataError(
             f"{source}: {len(bad):,} of {len(index):,} images cannot be decoded, {reader.name(place)} "
-            f"for example ({why}): no list is written, since this is not a collection of JPEG and PNG files"
+            f"for example ({why}): no list is written, since this is not a collection of pictures"
         )
     return Checked(
         images=len(index),
         bad=tuple((reader.name(place), why) for place, why in bad.items()),
         quarantine=write_quarantine(source, index, bad),
+        left_out=index.left_out,
+        turned=len(turned),
         sees_all=simplejpeg() is not None,
     )
 
@@ -197,10 +209,24 @@ def in_threads(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 
 
 def is_corpus(source: Path) -> bool:
-    """Returns whether a source has rows, and not images: files of a corpus that are no tar shards."""
-    endings = tuple(ending for ending in FORMATS if ending != ".tar")
-    inside = source.rglob("*") if source.is_dir() else [source]
-    return any(each.name.endswith(endings) for each in inside)
+    """Returns whether a source has rows, and not images. A metadata file of Hugging Face's imagefolder decides nothing.
+
+    Raises:
+        DataError: it has both.
+    """
+    endings, rows, pictures = tuple(ending for ending in FORMATS if ending != ".tar"), "", ""
+    for path in source.rglob("*") if source.is_dir() else [source]:
+        name = str(path.relative_to(source.parent))
+        if is_image(os.fsencode(name)):
+            pictures = pictures or name
+        elif path.name.endswith(endings) and not path.name.startswith((".", "metadata.")):
+            rows = rows or name
+        if pictures and rows:
+            raise DataError(
+                f"{printable(source)} has pictures ({printable(pictures)}) and rows ({printable(rows)}): name a folder "
+                "or a file that has one of them"
+            )
+    return bool(rows)
 
 
 def index_corpus(
@@ -209,8 +235,8 @@ def index_corpus(
     """Indexes a corpus; with `check` reads it completely, and lists what is damaged.
 
     Returns:
-        Format, rows, files, blocks, damaged parts, whether single rows are read (`direct`), the bytes that a process
-        keeps of blocks (`memory`), the index, its size in bytes, and seconds.
+        Format, rows, files, blocks, damaged parts, files left out, whether single rows are read (`direct`), the bytes
+        that a process keeps of blocks (`memory`), the index, its size in bytes, and seconds.
 
     Raises:
         DataError: it is missing, or damaged.
@@ -228,6 +254,7 @@ def index_corpus(
         "direct": shards.form.direct,
         "memory": 0 if corpus is None else corpus.memory(),
         "damaged": made.damaged,
+        "left_out": shards.left_out,
         "file": made.file,
         "size": 0 if made.file is None else made.file.stat().st_size,
         "seconds": time.monotonic() - began,
