@@ -24,7 +24,7 @@ from grappe.sites import slurm
 from grappe.sites.advice import misplaced, unfit_precision
 from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE
 from grappe.sites.schema import Site
-from grappe.sites.script import FUNCTIONS, Script, check_name, cost, render
+from grappe.sites.script import FUNCTIONS, Script, check_name, cost, notice, render
 from grappe.training.run import DESCRIPTION, DONE, Run, new_folder
 from grappe.verbs.launch.launch import LIGHTNING
 from grappe.verbs.submit.forecast import with_time
@@ -35,6 +35,8 @@ from grappe.verbs.submit.resources import ON_CPU, Submission, jobs_of, laid_out,
 SCRIPT_FILE = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
 BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
 OWN_OPTIONS = ("--run", "--runs", "--data", "--plan")  # of train: the script sets them again
+SHORTEST = 300
+"""Seconds of a job that saves and goes on, below which `submit` warns: a start takes a minute or two."""
 SAVE_ON_SIGNALS = ("grappe", "signal")  # imports of a script that saves on a signal
 
 
@@ -228,7 +230,12 @@ def job_script(submission: Submission, *, show: bool = False) -> Script:
 
 
 def _warnings(script: Script) -> Iterator[str]:
-    """Yields warnings about packages, the GPUs' precision, and folders that the site wants elsewhere."""
+    """Yields warnings about packages, a short limit, the GPUs' precision, and folders that the site wants elsewhere."""
+    if script.saves and script.layout.seconds < SHORTEST:
+        yield (
+            f"--time: a job of {script.layout.seconds} s saves {notice(script.layout.seconds)} s before its end, and a "
+            f"start takes a minute or two: each may train little before the next. Give {SHORTEST // 60}m or more"
+        )
     if script.environment == "here":
         yield from unfit_packages()
     node = script.site.node
