@@ -178,7 +178,9 @@ def tokenize(
     out: Annotated[Path, Parameter(name=OUT_NAMES, help="A folder for the tokens: new, or not yet complete.")],
     tokenizer: Annotated[Path, Parameter(help="A tokenizer.json, or a folder that has one.")],
     column: Annotated[str, Parameter(help="The column of the text.")] = "text",
-    end: Annotated[int | None, Parameter(help="A token that is put after each document.")] = None,
+    end: Annotated[
+        int | None, Parameter(help="A token that ends each document; it is added where it is missing.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write the tokens of a corpus of text once, as Arrow files that trainings map.
@@ -202,6 +204,8 @@ def tokenize(
         ("written", f"{done.folder}: {count_of(done.parts, 'part')}{there}"),
         ("tokens", f"{done.tokens:,} of {done.rows:,} rows, now"),
     ]
+    if own := encode([""])[0]:
+        facts.append(("special tokens", f"{' '.join(map(str, own))} in each document, by the tokenizer's own template"))
     show_answer(json, "data-tokenize", facts, **vars(done))
 
 

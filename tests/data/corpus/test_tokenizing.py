@@ -40,6 +40,22 @@ def test_tokens_are_written_once_and_shared_by_processes(tmp_path):
         tokenizing.tokenize(corpus, tmp_path / "more", words, column="txt")
 
 
+def test_an_end_that_the_tokenizer_adds_is_there_once(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n{"text": ""}\n')
+
+    def letters(texts):
+        return [[*map(ord, text.split()), *[7] * ("a" in text)] for text in texts]
+
+    tokenizing.tokenize(Corpus(folder), tmp_path / "tokens", letters, end=7)
+    tokens = Corpus(tmp_path / "tokens")
+    assert [list(tokens[place]["tokens"]) for place in range(3)] == [[97, 98, 7], [99, 7], [7]]
+    (folder / "a.jsonl").write_text('{"text": "a b"}\n{"text": null}\n')
+    with pytest.raises(DataError, match="row 1 has a null in 'text'"):
+        tokenizing.tokenize(Corpus(folder), tmp_path / "more", words)
+
+
 def test_a_killed_tokenizing_goes_on(tmp_path):
     corpus_folder(tmp_path / "corpus", ".jsonl", 95)
     code = (

@@ -49,7 +49,7 @@ def tokenize(
 
     Args:
         tokenizer: texts to their tokens.
-        end: a token that is put after each document.
+        end: a token that is put after each document that does not end with it.
         name: of the tokenizer: a folder begun with another one is refused.
         report: told the rows that are done.
 
@@ -82,7 +82,9 @@ def tokenize(
             with arrow.ipc.new_file(sink, arrow.schema([("tokens", kind)])) as writer:
                 for first in range(start, stop, _BATCH_ROWS):
                     texts = [_text(corpus, place, column) for place in range(first, min(first + _BATCH_ROWS, stop))]
-                    ids = [[*each, end] if end is not None else list(each) for each in tokenizer(texts)]
+                    ids = [list(each) for each in tokenizer(texts)]
+                    if end is not None:
+                        ids = [each if each[-1:] == [end] else [*each, end] for each in ids]
                     writer.write_batch(arrow.record_batch([arrow.array(ids, kind)], names=["tokens"]))
                     rows, tokens = rows + len(ids), tokens + sum(map(len, ids))
                     report(first + len(ids))
@@ -100,6 +102,10 @@ def _text(corpus: Corpus, place: int, column: str) -> str:
     text = row.get(column) if isinstance(row, dict) else None
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
+    if text is None and isinstance(row, dict) and column in row:
+        raise DataError(
+            f"{corpus.name}: row {place:,} has a null in {column!r}: leave such rows out of the files first"
+        )
     if not isinstance(text, str):
         names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(f"{corpus.name}: row {place:,} has no text in {column!r}, but {names}: give --column")
