@@ -208,7 +208,14 @@ def test_a_node_on_which_a_process_stood_still_is_noted_and_the_job_ends(
     assert (tmp_path / ".failed-nodes").read_text().split(" ", 1)[1] == f"{node} 5.0 run: {evidence}\n"
 
 
-@pytest.mark.parametrize("code", [0, 1, 75, 137])
+def test_a_training_that_ends_with_0_and_is_not_finished_has_failed(tmp_path: Path) -> None:
+    done = job(tmp_path / "run", "step sh -c 'exit 0'\nfinish train 50")
+    assert done.returncode == 1 and "exit code 0 and is not finished" in done.stdout
+    done = job(tmp_path / "run", "step sh -c 'exit 0'\n: > $run/done\nfinish train 50")
+    assert done.returncode == 0 and "not finished" not in done.stdout
+
+
+@pytest.mark.parametrize("code", [1, 75, 137])
 def test_what_is_only_in_doubt_is_noted_at_each_start_and_decides_nothing(tmp_path: Path, code: int) -> None:
     run, slurm = tmp_path / "run", "squeue() { echo RUNNING; }; sleep() { :; }; scontrol() { echo $1; }\n"
     for start in ("0", "1"):

@@ -301,6 +301,11 @@ finish() {
     [ ! -e "$first" ] || code=$(cat "$first")
     [ "$1" = train ] || [ "$code" != 0 ] || : > "$run/done"
     [ ! -e "$run/done" ] || end 0
+    # No job is COMPLETED, and no job after it begins, for a run that is not.
+    if [ "$code" = 0 ]; then
+        echo "the training ended with exit code 0 and is not finished, as after os._exit(0) in the task"
+        code=1
+    fi
     [ ! -e "$GRAPPE_FAILURE" ] || end "$(cat "$GRAPPE_FAILURE")"
 
     # 75: saved, and there is more to do. Above 128: killed; 140 is USR2 before training began.
