@@ -52,6 +52,12 @@ def test_several_splits_are_refused_and_each_is_read(tmp_path: Path, names: tupl
     assert len(Corpus(files[0])) == 1
 
 
+def test_a_state_of_something_else_decides_nothing(tmp_path: Path) -> None:
+    lines(tmp_path / "c/a.jsonl", 3)
+    (tmp_path / "c/state.json").write_text('{"step": 3}')
+    assert len(Corpus(tmp_path / "c")) == 3
+
+
 def test_other_files_and_linked_folders_are_said(tmp_path: Path, capfd) -> None:
     lines(tmp_path / "c/a.jsonl", 3)
     lines(tmp_path / "elsewhere/b.jsonl")

@@ -28,6 +28,8 @@ Paths = str | Path | Sequence[str | Path]
 
 BLOCK = np.dtype([("file", "<u4"), ("rows", "<u4"), ("start", "<u8"), ("size", "<u8")])
 PLACE = np.dtype("<u8")
+_HIDDEN = (".", "_")
+_OF_DATASETS = ("state.json", "dataset_info.json")
 WordsAndArrays = tuple[tuple[str, ...], Sequence[NDArray[Any]]]
 
 
@@ -135,6 +137,16 @@ def _ending_of(name: str) -> str | None:
     return max((ending for ending in FORMATS if name.endswith(ending)), key=len, default=None)
 
 
+class _SavedFile(msgspec.Struct):
+    filename: str
+
+
+class _SavedDataset(msgspec.Struct):
+    """The part of state.json, as `datasets.Dataset.save_to_disk` writes it, that says which files have the rows."""
+
+    _data_files: list[_SavedFile]
+
+
 def _files_below(folder: Path, left_out: LeftOut) -> Iterator[Path]:
     """Yields the files of formats below a folder; of one that Hugging Face's datasets saved, those that it lists.
 
@@ -147,7 +159,7 @@ def _files_below(folder: Path, left_out: LeftOut) -> Iterator[Path]:
             splits = ", ".join(str(here / name) for name in sorted(folders))
             raise DataError(f"{printable(here)} is a DatasetDict of several splits: name one of {printable(splits)}")
         listed = set(names)
-        if "state.json" in names:
+        if listed.issuperset(_OF_DATASETS):
             try:
                 state = msgspec.json.decode(read_bytes(here / "state.json", 100), type=_SavedDataset)
                 listed = {file.filename for file in state._data_files}
@@ -164,20 +176,6 @@ def _files_below(folder: Path, left_out: LeftOut) -> Iterator[Path]:
                     yield below
                 else:
                     leave_out(left_out, str(below.relative_to(folder)))
-
-
-_HIDDEN = (".", "_")
-_OF_DATASETS = ("state.json", "dataset_info.json")
-
-
-class _SavedFile(msgspec.Struct):
-    filename: str
-
-
-class _SavedDataset(msgspec.Struct):
-    """The part of state.json, as `datasets.Dataset.save_to_disk` writes it, that says which files have the rows."""
-
-    _data_files: list[_SavedFile]
 
 
 def open_index(
