@@ -58,7 +58,7 @@ def with_behind_each_step(tick: Callable[[], bool]) -> None:
         if tick():
             # The others' turns are no step of ours: as one, they would bring forward what is drawn and
             # written every so many seconds, out of the steps that are timed.
-            self.session.clock.begin()
+            self.clock.begin()
         return stop
 
     Training.after = paced  # type: ignore[method-assign]

@@ -203,7 +203,7 @@ class Task:
         For a pipeline the units must be the whole model: called one after the other, each with the previous unit's
         output, they return what the model returns.
 
-        Without it: the blocks that a model of transformers names; none of any other model.
+        Without it: the blocks that a model of transformers names; for a pipeline the modules of an nn.Sequential.
         """
         from grappe.private_api.transformers import blocks
 

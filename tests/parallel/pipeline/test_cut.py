@@ -17,6 +17,7 @@ from grappe.parallel.pipeline.cut import (
     pipeline_units,
     work,
 )
+from grappe.task import Task
 from tests.parity.tasks import Images, Tokens, Words
 
 CALL = Images().forward
@@ -65,6 +66,13 @@ class Told(Images):
 
     def cuts(self, stages: int):
         return [int(number) for number in self.where.split()]
+
+
+def test_the_modules_of_a_sequential_are_its_units() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    assert pipeline_units(Task(), model) == list(model)
+    with pytest.raises(PlanError, match=r"Task has no units\(model\)"):
+        pipeline_units(Task(), type("Other", (nn.Sequential,), {})(nn.Linear(2, 2)))  # whose forward may be another
 
 
 def test_the_task_says_where() -> None:

@@ -26,14 +26,21 @@ from grappe.task import Call, Task, overrides
 
 
 def pipeline_units(task: Task, model: nn.Module) -> list[nn.Module]:
-    """Returns the units that make up the model, in order; empty if neither task nor model declares them.
+    """Returns the units that make up the model, in order: the task's, or the modules of an nn.Sequential.
 
     Raises:
-        PlanError: a model of transformers does not say in which order its parts run.
+        PlanError: neither task nor model declares them, or a model of transformers does not say in which order its
+            parts run.
     """
-    models = transformers.models(model)
-    if overrides(task, "units") or not models:
-        return list(task.units(model))
+    models, own = transformers.models(model), overrides(task, "units")
+    if own or not models:
+        units = list(model) if type(model) is nn.Sequential and not own else list(task.units(model))
+        if not units:
+            raise PlanError(
+                f"a pipeline: {type(task).__name__} has no units(model). Define it to return the blocks that make up "
+                "the whole model, in order, or use shard="
+            )
+        return units
     language_model = next(iter(models.values()))
     order = transformers.pipeline_order(language_model)
     lists = [name for name in order if isinstance(language_model.get_submodule(name), nn.ModuleList)]
@@ -225,15 +232,10 @@ def cut_into_stages(task: Task, model: nn.Module, stages: int, example: Any) -> 
         example: inputs of about two samples; None counts parameters alone.
 
     Raises:
-        PlanError: the model has no units, or fewer units than stages; parameters are in no unit or in two.
+        PlanError: the model has fewer units than stages; parameters are in no unit or in two.
         TaskError: the task's own cuts are not possible.
     """
     name, units = type(task).__name__, pipeline_units(task, model)
-    if not units:
-        raise PlanError(
-            f"a pipeline of {stages} stages: {name} has no units(model). Define it to return the "
-            "blocks that make up the whole model, in order (`return list(model)` for an nn.Sequential), or use shard="
-        )
     if len(units) < stages:
         raise PlanError(
             f"{name} has {len(units)} units, too few for {stages} stages: use pipeline={max(2, len(units))} or less, "
