@@ -1,4 +1,4 @@
-"""A training for one process, as PyTorch's tutorials write it: `grappe launch` runs it, as it is, on several."""
+"""Trains on digits in one process, as PyTorch's tutorials do: `grappe launch` runs it, as it is, on several."""
 
 import torch
 from sklearn.datasets import load_digits

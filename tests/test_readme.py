@@ -50,7 +50,16 @@ def test_the_guide_shows_the_example_whole() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 160
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 60 and max(map(len, lines)) <= 300
+
+
+def test_the_output_in_the_readme_is_that_of_the_script_and_of_two_processes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text((ROOT / "examples" / "digits_by_hand.py").read_text())
+    one = ran(sys.executable, "train.py", cwd=tmp_path).stdout.splitlines()
+    two = ran(GRAPPE, "launch", "--plan", "replicate=2,device=cpu", "train.py", cwd=tmp_path).stdout.splitlines()
+    assert one == two and len(one) == 3
+    assert [one[0], two[0]] == re.findall(r"^epoch .*$", README.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +67,10 @@ def test_the_readme_is_short() -> None:
     ["activation checkpointing", "callback", "gradient accumulation", "loss scaling", "mixed precision", "padding"],
 )
 def test_terms_of_the_field_lead_to_a_guide(term: str) -> None:
-    guides = re.findall(r"^\| (.+) \| .*\]\((docs/[a-z-]+\.md)\).* \|$", README.read_text(), re.MULTILINE)
-    pages = [ROOT / page for words, page in guides if term in words]
-    assert pages, f"no guide of the README names {term}"
+    text = (ROOT / "docs" / "guides.md").read_text()
+    guides = re.findall(r"^\| (.+) \| .*\]\(([a-z-]+\.md)\).* \|$", text, re.MULTILINE)
+    pages = [ROOT / "docs" / page for words, page in guides if term in words]
+    assert pages, f"no guide in docs/guides.md names {term}"
     assert any(term in page.read_text().lower() for page in pages)
 
 

@@ -23,6 +23,7 @@ NAVIGATION = (
         "Get started",
         "Premiers pas",
         (
+            "guides",
             "tour",
             "task",
             "notebook",
@@ -60,6 +61,7 @@ NAVIGATION = (
 REFERENCE = ("commands/index", "plan/index", "docs/api", "docs/json", "sites/index", "errors")
 ENTRIES = {
     "en": (
+        ("own-loop", "Your own script", "As it is, on several processes"),
         ("tour", "First training", "Install, train, look, resume: five minutes"),
         ("task", "Your own task", "Model, data and loss in twenty lines"),
         ("plans", "Choose a plan", "DDP, FSDP, ZeRO, pipelines: by what you have"),
@@ -67,6 +69,7 @@ ENTRIES = {
         ("verify", "Same result?", "Check a plan on your own task"),
     ),
     "fr": (
+        ("own-loop", "Votre script", "Tel quel, sur plusieurs processus"),
         ("tour", "Premier entraînement", "Installer, entraîner, regarder, reprendre : cinq minutes"),
         ("task", "Votre tâche", "Modèle, données et perte en vingt lignes"),
         ("plans", "Choisir un plan", "DDP, FSDP, ZeRO, pipelines : selon ce que vous avez"),
