@@ -49,7 +49,7 @@ from tests.training.test_training import train
         ("train digits --strategy ddp", "--plan replicate=2 (DDP) or --plan shard=2 (FSDP)"),
         ("train --task digits epochs=3", "TASK has no dashes: grappe train digits epochs=3"),
         ("evaluate --run runs/a --split test", "RUN has no dashes: grappe evaluate runs/a --split test"),
-        ("zzz", "there is no command 'zzz': grappe --help lists them"),
+        ("zzz", "there is no command 'zzz': grappe help all lists them"),
         ("evaluate runs/a runs/b", "'runs/b' is more than grappe evaluate takes"),
         ("wait", "RUN is missing"),
         ("tune --show runs/study", "grappe tune --study runs/study --dry-run"),

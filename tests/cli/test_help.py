@@ -8,7 +8,7 @@ from cyclopts import CycloptsError
 from docs.messages.others import commands
 from rich.console import Console
 
-from grappe.cli.application import GROUPS
+from grappe.cli.application import FIRST, GROUPS
 from grappe.cli.commands import app
 from grappe.cli.corrections import corrected
 from grappe.cli.help import ADVANCED, TranslatedHelp, examples, set_formatter
@@ -65,6 +65,15 @@ def test_each_command_is_in_a_group_and_each_rare_option_exists() -> None:
     assert sorted(commands_of_groups) == sorted(name for name in app if not name.startswith("-"))
     options = " ".join(shown(words) for words in commands(app))
     assert [name for name in ADVANCED if not re.search(rf"{name}\b", options)] == []
+
+
+def test_help_begins_with_eight_commands_and_help_all_has_all(english: None) -> None:
+    def named() -> set[str]:
+        return set(re.findall(r"^│ ([a-z-]+) ", shown(()), re.MULTILINE)) - {"--help", "--version"}
+
+    assert named() == FIRST and len(FIRST) == 8
+    app.help_formatter = TranslatedHelp(text=str, app=app, all_commands=True)
+    assert named() == {name for names in GROUPS.values() for name in names}
 
 
 @pytest.mark.parametrize("words", [(), *commands(app)], ids=" ".join)

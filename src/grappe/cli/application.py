@@ -18,15 +18,16 @@ from grappe.plan import Plan
 
 HELP = """Train a PyTorch model on whatever machines you were given.
 
-You describe the learning task once; a plan decides how each optimizer step is
-spread over processes. The plan does not change what is learned.
+A plan decides how each optimizer step is spread over processes. It does not
+change what is learned.
 
-    grappe train digits                         on this machine's cores
-    grappe train digits --plan replicate=2      two processes, the same numbers
+    grappe launch --plan replicate=2 train.py   your script, on two processes
+    grappe train digits --plan replicate=2      a task, which has every plan
     grappe train my_task.py epochs=3 lr=0.2     your own task
     grappe runs                                 what was trained, and how well
     grappe submit --time 3h -- train digits     the same as a Slurm job
 
+grappe help all shows all commands, grappe help COMMAND its options.
 --debug shows the whole traceback of an error.
 """
 TaskName = Annotated[
@@ -81,6 +82,10 @@ GROUPS = {
     "Shell": ("completion",),
 }
 """The commands by what you do with them, in the order of the help."""
+
+
+FIRST = frozenset({"train", "launch", "runs", "report", "verify", "foresee", "submit", "doctor"})
+"""The commands that `grappe --help` shows; `grappe help all` shows all."""
 
 
 def put_in_order(app: App) -> None:

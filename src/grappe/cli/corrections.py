@@ -111,7 +111,7 @@ def _command(words: Sequence[str], commands: Sequence[str]) -> str:
     meant = COMMANDS.get(typed) or next(iter(difflib.get_close_matches(typed, commands, n=1, cutoff=0.7)), None)
     if meant is not None:
         return f"there is no command '{typed}': grappe {meant} does that"
-    return f"there is no command '{typed}': grappe --help lists them"
+    return f"there is no command '{typed}': grappe help all lists them"
 
 
 def unknown_option(typed: str, arguments: Sequence[str], collection: ArgumentCollection) -> str:

@@ -43,14 +43,15 @@ def run(app: App, words: Sequence[str] | None = None) -> NoReturn:
     if 0 < shutil.get_terminal_size().columns < NARROWEST:  # where rich wraps letter by letter, for minutes
         os.environ["COLUMNS"] = str(NARROWEST)
     arguments = [text for text in words if text != "--debug"]
+    all_commands = arguments == ["help", "all"]
     if arguments[:1] == ["help"]:
-        arguments = [*arguments[1:], "--help"]
+        arguments = [*arguments[1 + all_commands :], "--help"]
     elif arguments == ["version"]:
         arguments = ["--version"]
     if len(arguments) < 2 or {"--help", "-h"} & set(arguments):
         from grappe.cli.help import set_formatter
 
-        set_formatter(app)
+        set_formatter(app, all_commands=all_commands)
     debug = "--debug" in words
     try:
         code = _code(app, script_apart(arguments))

@@ -17,6 +17,7 @@ from cyclopts.help.specs import get_default_command_columns, get_default_paramet
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
+from grappe.cli.application import FIRST, GROUPS
 from grappe.language import catalogue_of, chosen_language
 
 LABELS = ("[choices: ", "[env var: ", "[default: ", "[required]")
@@ -79,11 +80,15 @@ class TranslatedHelp:
 
     text: Callable[[str], str]
     app: App
+    all_commands: bool = False
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         """Shows a panel: commands, or options of one kind; rare options in a second panel."""
-        rare = [entry for entry in panel.entries if ADVANCED.intersection(entry.names)]
-        usual = [entry for entry in panel.entries if entry not in rare]
+        entries = panel.entries
+        if panel.title in GROUPS and not self.all_commands:
+            entries = [entry for entry in entries if FIRST.intersection(entry.names)]
+        rare = [entry for entry in entries if ADVANCED.intersection(entry.names)]
+        usual = [entry for entry in entries if entry not in rare]
         title = OPTIONS if panel.title == PARAMETERS else str(panel.title)
         rare_title = ADVANCED_TITLE if title == OPTIONS else f"{title}: advanced"
         for name, entries in ((title, usual), (rare_title, rare)):
@@ -147,11 +152,11 @@ class TranslatedHelp:
         return InlineText(Text(parts), force_empty_end=getattr(description, "force_empty_end", False))
 
 
-def set_formatter(app: App, language: str | None = None) -> None:
+def set_formatter(app: App, language: str | None = None, *, all_commands: bool = False) -> None:
     """Makes `app` show its help in a language, the user's by default, with examples at the end."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     text = catalogue_of(language or chosen_language(), encoding).text
-    app.help_formatter = TranslatedHelp(text=text, app=app)
+    app.help_formatter = TranslatedHelp(text=text, app=app, all_commands=all_commands)
     for name, lines in examples().items():
         if name.partition(" ")[0] not in app:
             continue
