@@ -20,7 +20,7 @@ WHOLE_DRAWS = 4
 OWN_STATISTICS = frozenset({"horovod", "textbook"})
 """Engines whose batch normalisation has each process's rows."""
 ONE_PROCESS = "one"
-"""What a plan without any key is called on the command line."""
+"""Name of a plan without any key on the command line."""
 RECOMPUTED = re.compile(r"(full|selective|host)(?::(\d+)(?:-(\d+))?)?")
 """A part of recompute: full, selective or host, or one of them for a unit or a range of units: selective:2-5."""
 MEMORY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([MGT])B")

@@ -42,7 +42,7 @@ class Download:
     folder: str = ""
     """Folder below the data folder; the name is the last part of `url`."""
     members: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Of an archive: the names of the files to take out, with their bytes."""
+    """Files to take out of an archive, with their bytes."""
 
 
 Call = Callable[[Any, Any], Any]

@@ -166,7 +166,7 @@ ALONE = "save the weights alone: torch.save(model.state_dict(), FILE)"
 KEYS = ("state_dict", "model_state_dict", "model", "net", "network", "weights")
 """Keys under which scripts save a model's weights, besides the optimizer and the epoch."""
 MAGIC = (b"PK", b"\x80")
-"""How a file of torch.save begins: a zip archive, or an old pickle."""
+"""First bytes of a file of torch.save: a zip archive, or an old pickle."""
 
 
 def foreign_weights(file: Path) -> Weights:

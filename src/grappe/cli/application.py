@@ -65,13 +65,13 @@ DryRun = Annotated[bool, Parameter(name=("--dry-run", "-n"))]
 
 
 OPTIONS = Parameter(name="*")
-"""Of a dataclass: each field is an option, the docstring under the field is the option's help."""
+"""Parameter of a dataclass: each field is an option, and the docstring under it the option's help."""
 USAGE = Parameter(
     show_default=lambda default: str(default) if default and default is not True else None,
     negative_bool=(),
     negative_iterable=(),
 )
-"""Of every option: an empty default is not shown, a switch has no --no-NAME, and a list no --empty-NAME."""
+"""Settings of every option: an empty default is not shown, a switch has no --no-NAME, a list no --empty-NAME."""
 GROUPS = {
     "Train": ("train", "launch", "tune", "drill", "verify"),
     "Look at runs": ("runs", "follow", "report", "curves", "prune"),

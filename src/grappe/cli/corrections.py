@@ -27,7 +27,7 @@ COMMANDS = {
     }.items()
     for typed in words
 }  # fmt: skip
-"""What people type, and the command that does it."""
+"""Words that people type, and the command for each."""
 
 OPTIONS = {
     typed: option
@@ -50,7 +50,7 @@ FIELDS = {
     }.items()
     for typed in words
 }  # fmt: skip
-"""What people type, and the field of the task that it is."""
+"""Words that people type, and the task's field for each."""
 
 PLAN_WORDS = {
     typed: key
@@ -68,7 +68,7 @@ PLAN_WORDS = {
     }.items()
     for typed in words
 }  # fmt: skip
-"""What people type as an option, and the words of a plan that mean it."""
+"""Options that people type, and the words of a plan for each."""
 
 
 def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> UsageError:

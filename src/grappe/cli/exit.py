@@ -30,7 +30,7 @@ LAUNCH_OPTIONS = ("--plan", "-p", "--run", "--runs", "--save-every")
 """Options of `grappe launch` that a value follows."""
 NARROWEST = 20  # columns of the terminal
 BUG = "a bug in grappe"
-"""What an exception that nobody foresaw is called: attacks and fuzzers search what was said for it."""
+"""Words for an exception that nobody foresaw; attacks and fuzzers search output for them."""
 
 
 def run(app: App, words: Sequence[str] | None = None) -> NoReturn:

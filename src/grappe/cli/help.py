@@ -21,11 +21,11 @@ from grappe.cli.application import FIRST, GROUPS
 from grappe.language import catalogue_of, chosen_language
 
 LABELS = ("[choices: ", "[env var: ", "[default: ", "[required]")
-"""What cyclopts writes after an option's help."""
+"""Labels that cyclopts writes after an option's help."""
 USAGE = "Usage: "
 COMMAND = "COMMAND"
 PARAMETERS = "Parameters"
-"""What cyclopts calls options."""
+"""Title that cyclopts gives to options."""
 OPTIONS = "Options"
 ADVANCED_TITLE = "Advanced options"
 ADVANCED = frozenset(re.findall(r"\S+", """

@@ -115,7 +115,7 @@ class BatchLoader:
             for_threads(seeded)  # now, and not at the first evaluation
         pin = world.device.type == "cuda"
         self.sources = Sources(Samples(dataset=seeded, task=task, pin=pin, prefetch=plan.prefetch), plan, world)
-        """Of samples that are not in memory."""
+        """Sources of samples that are not in memory."""
 
     def slices(self, start: int, stop: int) -> Iterator[StepSlice]:
         """Yields this process's part of steps `start` to `stop`, a pure function of the sample order."""

@@ -182,7 +182,7 @@ class Sources:
         self._tuner: Tuner | None = None
         self._note: Callable[[Loading], None] = lambda loading: None
         self.like: Sources | None = None
-        """Of another loader: it is loaded as there, from the next pass on, as far as the dataset allows it."""
+        """Sources of another loader, as which this one loads from the next pass on if the dataset allows it."""
         self.loading = before_measuring(plan, world.process, self._device)
         self.tuned = False
         """Whether the way to load was found by measuring, by this start or an earlier one."""
@@ -356,7 +356,7 @@ class ThreadedBatches:
 
 
 Source = ThisProcess | WorkerProcesses | ThreadedBatches
-"""What loads batches."""
+"""Loaders of batches."""
 
 
 def settle() -> None:

@@ -106,7 +106,7 @@ class Position(msgspec.Struct, frozen=True):
     """The stream's own state before the batch, if JSON can have it; else None."""
     size: int
     digest: str
-    """Of the batch's samples."""
+    """Hash of the batch's samples."""
 
 
 class _Read(NamedTuple):

@@ -68,7 +68,7 @@ class Columns(NamedTuple):
     rank: int
     processes: int
     shapes: frozenset[tuple[int, int]]
-    """Of the outputs of the layers before: how many dimensions each has, and the size of its last one."""
+    """Outputs of the layers before: the number of dimensions of each, and the size of its last one."""
 
 
 _NOTHING = _Kept(_Cut(0, 0, 0, 0))
@@ -315,7 +315,7 @@ OWN = (
     "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "multinomial", "rrelu_with_noise",
     "rrelu_with_noise_", "randperm.generator_out", "normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor",
 )  # fmt: skip
-"""How many numbers they draw depends on what they get; or they mix rows; or the mean of other rows is not there."""
+"""Functions whose number of draws depends on their input, that mix rows, or that need other rows' mean."""
 
 
 def _own(operator: Any, *arguments: Any, **options: Any) -> Any:

@@ -97,7 +97,7 @@ def hidden_modules(pythonpath: str) -> dict[str, list[str]]:
 
 
 COMPANIONS = ("torchvision", "torchaudio")
-"""Of torch, each made for one version of it."""
+"""Companions of torch, each made for one version of it."""
 
 
 def unfit_packages(names: Iterable[str] = COMPANIONS) -> list[str]:

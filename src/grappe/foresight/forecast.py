@@ -93,7 +93,7 @@ class MemoryForecast:
 
     states: States
     peak: int | None
-    """Of all that torch allocates on the device in a training step, at most; None: not known for this plan."""
+    """Peak bytes that torch allocates on the device in a training step; None if not known for this plan."""
     least: int | None
     """The same where gloo's threads free their copies of gradients at once: on a CPU the peak lies between."""
     rows: int
@@ -110,9 +110,9 @@ class MemoryForecast:
     libraries: LibraryMemory | None = None
     """Memory that libraries keep, on a CPU; None: not measured."""
     data: int = 0
-    """Of blocks of a corpus, in the host memory of each process that loads samples."""
+    """Bytes of a corpus's blocks in the host memory of each process that loads samples."""
     host: int = 0
-    """Of activations in the host memory of a process, at most; of a pipeline, of all its microbatches."""
+    """Bytes of activations in a process's host memory at most; of all microbatches of a pipeline."""
 
     @property
     def most(self) -> int | None:

@@ -96,7 +96,7 @@ class Units:
         self._costs = {level: [0.0] * self.number for level in self.levels}
         """By level, of each unit: seconds."""
         self._seconds = defaultdict[tuple[Kind, int], float](float)
-        """Of each pass of a stage without recomputation."""
+        """Seconds of each pass of a stage without recomputation."""
         # A pipeline's trace has all microbatches, any other one of them.
         self._scale = 1 / plan.microbatches if pipelined else plan.microbatches
         for level in self.levels:

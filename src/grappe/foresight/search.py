@@ -81,7 +81,7 @@ class Foreseen:
     batch: int
     """Samples per step over all processes."""
     needs: MemoryForecast | None
-    """Of the process that needs most; None: the plan is not possible, or not foreseen."""
+    """Memory of the process that needs most; None if the plan is not possible, or not foreseen."""
     why: str = ""
     """The reason why there are no needs."""
     fits: bool | None = None

@@ -90,7 +90,7 @@ class Ledger(TorchDispatchMode):
         self.now = self._peak = self.message = 0
         self.marks: list[Mark] = []
         self.calls: list[tuple[int, int, Any]] = []
-        """Of each described operator: the number of the next mark, the bytes in use, the description."""
+        """Described operators: the number of the next mark, the bytes in use, the description."""
         self.operators: list[Operator] = []
         for tensor in existing:
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor
@@ -201,7 +201,7 @@ class Trace:
     message: int = 0
     """Bytes of the largest message between the parts of split layers."""
     boundaries: tuple[int, ...] = ()
-    """Of a pipeline: bytes that each of its stages hands to the next one."""
+    """Bytes that each stage of a pipeline sends to the next one."""
     calls: tuple[tuple[int, int, Call], ...] = ()
     """Operators whose kernels are of libraries, each with the number of the next mark and the bytes in use; all that
     compute, if operators are recorded."""
@@ -214,7 +214,7 @@ class Trace:
     numbers: int = 0
     """Numbers that an evaluation keeps of each microbatch."""
     moved: tuple[int, ...] = ()
-    """Of each unit: bytes of activations that go to the host's memory, and that come back."""
+    """Bytes of each unit's activations that are offloaded to the host's memory and loaded again."""
 
 
 class TracedHost(Host):

@@ -34,7 +34,7 @@ FEW = 8  # letters: a template with fewer resembles names that users choose, suc
 FOREIGN = re.compile(
     r"\b(?:\w+(?:Error|Exception)|(?P<program>sbatch|squeue|srun|salloc|scancel|sacct|scontrol|sinfo|pip|cmake)): "
 )
-"""What others say: an exception to the text's end, a program of the system to the line's."""
+"""Words of others: an exception to the text's end, a program of the system to the line's."""
 MANY = 24  # letters: a template with fewer may resemble what others say
 PLAIN = str.maketrans({"œ": "oe", "Œ": "OE", "…": "...", "’": "'", "«": '"', "»": '"', "×": "x"})
 
@@ -378,7 +378,7 @@ ONE_WORD = re.compile(r"(epoch|host|host_name|hours|index|nodename|number|pid|ra
 """Values of one word: numbers, and names of nodes."""
 QUOTES = ("'", '"', "`")
 TYPED = re.compile(r"(?:=|--[\w-]+[ =])$")
-"""What stands before a value that a user typed."""
+"""Text before a value that a user typed."""
 
 
 def is_kept(name: str, before: str, after: str) -> bool:

@@ -229,7 +229,7 @@ class Limits:
     mapped: int
     """Bytes of files that it maps into its address space, which cost no memory."""
     seconds: int
-    """Of computing. A machine that is busy does not use them up."""
+    """Seconds of computing, which a busy machine does not use up."""
 
     def apply(self) -> None:
         """Limits this process."""

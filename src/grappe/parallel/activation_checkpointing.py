@@ -225,7 +225,7 @@ class _State:
     def __init__(self, unit: nn.Module, *, selective: bool = False) -> None:
         self._unit, self._modules, self._selective = unit, list(unit.named_modules()), selective
         self._changing: set[Place] | None = None
-        """What forwards change, of which each first forward keeps a copy; None: none has run."""
+        """Tensors that forwards change, of which each first forward keeps a copy; None if no forward has run."""
 
     def contexts(self) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
         """Returns the contexts of a first forward, which begins now, and of its repetition."""

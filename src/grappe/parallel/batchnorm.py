@@ -99,7 +99,7 @@ def _spread(vector: Tensor, x: Tensor) -> Tensor:
 
 
 IS_PADDING = "grappe_is_padding"
-"""Of a synchronised batch normalisation: whether the row of the microbatch under way is a padding row."""
+"""Attribute of a synchronised batch normalisation: whether the current microbatch's row is padding."""
 
 
 def synchronise_batchnorm(model: nn.Module, group: ProcessGroup) -> None:

@@ -23,7 +23,7 @@ class Blocks:
     """Units of a model whose task gives none."""
 
     names: tuple[str, ...] = ()
-    """Of modules; empty: the task gives units, or there are no blocks that could be units."""
+    """Names of the modules; empty if the task gives units, or no blocks could be units."""
     ungrouped: int = 0
     """Bytes of the parameters of a model without any units; 0: it has some."""
 

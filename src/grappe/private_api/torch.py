@@ -41,7 +41,7 @@ __all__ = [
     "BatchNormBase", "LossBase", "MapFetcher", "TorchDispatchMode", "TreeSpec", "tree_flatten", "tree_leaves",
     "tree_map", "tree_unflatten", "treespec_dumps", "treespec_loads",
 ]  # fmt: skip
-"""Of what is imported here, for other modules."""
+"""Names that other modules import from here."""
 
 SEEN = "2.8 to 2.15"
 
@@ -138,12 +138,12 @@ no_torch_function = torch._C._disabled_torch_function_impl
 no_subclass_functions: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 """Makes a context in which functions of a subclass are torch's."""
 FUNCTION_OWNERS = (torch, Tensor, torch.nn.functional, torch._C._nn)
-"""Where torch has the functions of tensors."""
+"""Modules in which torch has the functions of tensors."""
 TRANSFORM_ENTRIES = (
     (torch._functorch.vmap, torch._functorch.vmap._add_batch_dim.__name__),
     (torch._functorch.eager_transforms, torch._functorch.eager_transforms._wrap_for_grad.__name__),
 )
-"""Where torch.func takes hold of tensors: of C++'s functions, whose first argument is one."""
+"""Functions of C++ by which torch.func wraps tensors: their first argument is one."""
 
 
 _are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active

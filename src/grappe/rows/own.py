@@ -306,7 +306,7 @@ _IN_PLACE = {
 _DRAWS = {f"{each}_" for each in ("bernoulli", "uniform", "normal", "exponential", "random", "geometric", "log_normal",
                                   "cauchy")}  # fmt: skip
 _OF_GRAPH = {"requires_grad_", "detach_"}
-"""What changes the record of autograd alone."""
+"""Functions that change the record of autograd alone."""
 
 
 def _written(function: Any, name: str, arguments: Any, options: Any) -> Any:

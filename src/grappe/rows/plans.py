@@ -41,7 +41,7 @@ from grappe.rows.tensor import (
 )
 
 AS_IS = "as is"
-"""Where a tensor is taken of which only shape and type matter."""
+"""Arguments of which only shape and type matter."""
 FIRST = "first"
 """A result that is the first argument, which is written to."""
 _MOST_PLANS = 5_000  # of an operator, with shapes or numbers that never repeat

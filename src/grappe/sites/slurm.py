@@ -262,7 +262,7 @@ class PartitionRow:
     hours: float | None
     nodes: int
     most_nodes: int | None
-    """Of a job."""
+    """Largest number of nodes of a job; None if there is no limit."""
 
 
 def rows(text: str) -> list[PartitionRow]:

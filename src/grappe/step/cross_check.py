@@ -42,7 +42,7 @@ class CheckedPiece(NamedTuple):
     index: int
     """The piece's number among this process's pieces."""
     digest: list[int] | None
-    """Of its gradients; None: they are to be computed again, here too."""
+    """Hash of its gradients; None if they are to be computed again, here too."""
 
 
 class CrossCheck:

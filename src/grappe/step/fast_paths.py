@@ -84,7 +84,7 @@ class OptimizerStep:
         self._inside, self._sets_mode = unwrapped_step(made)
         self._hooks = step_hooks(made)
         self._schedules: Any = None
-        """What a schedule has put in the place of `step`, to see that it was called at all."""
+        """Function by which a schedule replaced `step`, to see that it was called at all."""
 
     def __call__(self) -> None:
         made, inside = self._optimizer, self._inside

@@ -40,7 +40,7 @@ class LossValues(NamedTuple):
     """The values that a task's `loss` returned for some rows."""
 
     values: Tensor
-    """Of several losses their sum; of losses of several shapes their values one after the other."""
+    """Losses of the samples: the sum of several losses, or the values of several shapes one after the other."""
     named: Mapping[str, Tensor]
     """Several losses by name; empty if there is one."""
 

@@ -24,7 +24,7 @@ from grappe.step.closure import needs_closure
 from grappe.task import Task
 
 KEPT = 0.5
-"""What the sums before an evaluation count after it: the scale changes as a training goes on."""
+"""Weight of the sums before an evaluation after it: the scale changes as a training goes on."""
 
 
 class Noise(NamedTuple):
@@ -88,7 +88,7 @@ class NoiseScale:
         self._slice: Tensor | None = None
         self._first = True  # its gradients may include an engine's dry run
         self._sums = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
-        """Of S, of |G|^2, and of steps, over the steps in which both are numbers."""
+        """Sums of S, of |G|^2 and of steps, over the steps in which both are numbers."""
         self._kept = (0.0, 0.0, 0.0)
 
     def on_optimizer(self, optimizer: Optimizer, named: Any) -> None:

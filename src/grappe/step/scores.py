@@ -54,7 +54,7 @@ class Scores(Tabular):
     split: str = "validation"
     """The split's name; "validation (the test set)" where a task has no other validation samples."""
     checkpoint: str = ""
-    """Of a run that was evaluated: the checkpoint's name, "step-000230"."""
+    """Checkpoint of the run that was evaluated, "step-000230"."""
     why: str = ""
     """The reason why this checkpoint was taken: "newest", or the newer ones that do not verify."""
 
@@ -398,7 +398,7 @@ class SliceSums(NamedTuple):
     """The sums of one process; while they are copied from its device, each tensor is a HostCopy."""
 
     rank: int
-    """Of its data slice."""
+    """Rank of its data slice."""
     samples: int
     count: Any
     sums: dict[str, Any]

@@ -41,7 +41,7 @@ class LossPart(NamedTuple):
     """The part of the whole batch's loss that belongs to a microbatch."""
 
     gradients: tuple[Tensor | None, ...]
-    """Of the microbatch's output, by leaf, rows of padding included; None: the loss does not depend on the leaf."""
+    """Gradients of the microbatch's output by leaf, padding included; None if the loss does not depend on a leaf."""
     scored: ScoredLoss
     """The sums of the losses of the microbatch's samples."""
 

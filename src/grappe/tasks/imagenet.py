@@ -55,12 +55,12 @@ class ImageNet(Task):
     momentum: float = 0.9
     nesterov: bool = False
     weight_decay: float = 5e-5
-    """Of convolutions and the last layer's matrix; normalisation and biases have none."""
+    """Weight decay of convolutions and the last layer's matrix; normalisation and biases have none."""
     schedule_shape: Literal["onecycle", "cosine", "constant"] = "cosine"
     warmup: float = 0.05
     """Share of the training in which the learning rate rises."""
     smoothing: float = 0.1
-    """Of labels, in the loss."""
+    """Label smoothing in the loss."""
     mixup: float = 0.0
     """alpha of mixup's weights, 0.2 say; with cutmix, each for half of the pairs."""
     cutmix: float = 0.0

@@ -72,7 +72,7 @@ class LoopState:
     evaluation_pending: bool = False
     """Whether a signal came before the evaluation that was due: it is made when the training resumes."""
     scores: Scores | None = None
-    """Of the last evaluation of this start."""
+    """Scores of this start's last evaluation."""
     evaluated_step: int = -1
 
     def note(self, step: int, scores: Scores) -> None:
@@ -111,7 +111,7 @@ class Pending(NamedTuple):
     """The loss's divisor, if it is on the device: the number of counted targets."""
     norm: HostCopy | None
     scores: SliceSums | None
-    """Of training batches, if they are shown after this step."""
+    """Scores of training batches; None if they are not shown after this step."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -34,7 +34,7 @@ LIBRARIES_BYTES = 25_000_000
 STEP_BYTES = 30_000_000
 """The least that they keep from their first step on, with its objects, where it is not measured."""
 MARGIN = 1.03
-"""Of a peak on a CPU whose freed memory goes back at once: what lies between blocks."""
+"""Factor of a CPU's peak for the space between blocks, where freed memory is returned at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

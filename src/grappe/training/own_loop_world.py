@@ -36,7 +36,7 @@ class Joined:
     context: RowsContext | None = None
     """Context of the loops' rows, which stay readable after a loop ends; None before the first loop."""
     until_left = contextlib.ExitStack()
-    """What holds as long as rows can be read."""
+    """Contexts that are left when no rows can be read any more."""
 
 
 def leave() -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SHOWN_NODES = 4
 SHOWN_FIELDS = ("lr", "momentum", "betas", "weight_decay")
-"""Of an optimizer's hyperparameters, those that most optimizers have."""
+"""Hyperparameters that most optimizers have."""
 
 
 def reporting(

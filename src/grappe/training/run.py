@@ -59,7 +59,7 @@ PARTS = (
     "mlflow",
     "trackio",
 )
-"""What a training writes in a run's folder, besides run.json and files that are replaced whole."""
+"""Files that a training appends to in a run's folder, and folders."""
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("task", "class", "plan", "data", "dataset", "sampling", "source", "device"), str),
     **dict.fromkeys(("processor", "host", "started", "status", "id", "name", "note", "script"), str),

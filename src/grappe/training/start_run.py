@@ -61,7 +61,7 @@ class Data(NamedTuple):
     train: Any
     validation: Any
     order: SampleOrder
-    """Of the training samples."""
+    """Order of the training samples."""
 
 
 @contextlib.contextmanager

@@ -106,7 +106,7 @@ def source_hash(task: Task) -> str:
 
 RECORDS = "tasks"
 SCRIPT = "Script"
-"""What run.json has as the class of a launched script's run."""
+"""Class of a launched script's run in run.json."""
 ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 

@@ -36,9 +36,9 @@ FIRST = 5
 SURE = 6.0
 """Standard errors that the loss must fall by."""
 RISE = 0.1
-"""Of the fall: how far the loss may rise again before it counts as unstable."""
+"""Share of its fall by which the loss may rise before it counts as unstable."""
 SPREAD = 10.0
-"""How far apart the seeds' learning rates may be."""
+"""Largest ratio of the seeds' learning rates."""
 SHORT = 10
 
 
@@ -49,7 +49,7 @@ class LossCurve:
     seed: int
     lr: tuple[float, ...]
     loss: tuple[float, ...]
-    """Of the step's batch, before the update with the step's learning rate."""
+    """Loss of the step's batch before the update with the step's learning rate."""
     diverged: bool
     """Whether it ended before the ramp did."""
 

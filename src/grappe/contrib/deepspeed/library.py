@@ -176,7 +176,7 @@ OWNER = "owner"
 """The file that a living training keeps locked in its folder."""
 TO_BE_NAMED = "offload=nvme:FOLDER"
 LIBRARY_BYTES = 180_000_000
-"""What DeepSpeed itself, its operators and its threads' stacks take, as RLIMIT_DATA counts it: 183 MB when measured."""
+"""Bytes of DeepSpeed, its operators and its threads' stacks, as RLIMIT_DATA counts them: 183 MB when measured."""
 
 
 def problem(folder: Path) -> str | None:

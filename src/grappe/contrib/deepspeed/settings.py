@@ -16,7 +16,7 @@ from grappe.task import Task
 Settings = dict[str, Any]
 NVME = "nvme:"
 LEAST_NUMBERS = 1 << 20
-"""Of a piece of the optimizer's state that goes to the disk, and of a bucket of gradients."""
+"""Least numbers in a piece of the optimizer's state on disk, and in a bucket of gradients."""
 BUFFERS = 5  # DeepSpeed's buffer_count, left as it is
 
 # What a user's file may set besides the plan: how DeepSpeed moves and reports things, never what is learned.

@@ -28,7 +28,7 @@ TYPES = {
     torch.float16: "f2", torch.float32: "f4", torch.float64: "f8", torch.uint8: "u1", torch.int8: "i1",
     torch.int16: "i2", torch.int32: "i4", torch.int64: "i8", torch.bool: "b1",
 }  # fmt: skip
-"""What .npy files can hold, by NumPy's names."""
+"""Types that .npy files can hold, by NumPy's names."""
 EXAMPLE = 3  # samples: torch.export takes 0 and 1 for constants
 NOTHING = "Nothing was written"
 
@@ -47,7 +47,7 @@ class ExportSamples:
     spec: TreeSpec
     """Nesting of a batch's tensors."""
     shapes: tuple[torch.Size, ...]
-    """Of one sample's tensors."""
+    """Shapes of one sample's tensors."""
     dtypes: tuple[torch.dtype, ...]
     batch: Callable[[np.ndarray], Any]
 

@@ -21,13 +21,13 @@ from grappe.errors import DataError, GrappeError, TaskError
 from grappe.errors.foreign_text import printable
 
 BLOCK_BYTES = 1 << 20
-"""Of a compressed file's text that make a block."""
+"""Bytes of a compressed file's text in a block."""
 MOST_ROW = 1 << 26
 """Bytes of a line of text, or of a tar shard's row."""
 MOST_GROUP = 1 << 32
 """Bytes of a Parquet row group, unpacked."""
 MOST_RATIO = 5_000
-"""Of a file's unpacked bytes to its own: real text has less than 30."""
+"""Largest ratio of a file's unpacked bytes to its own: real text has less than 30."""
 _LLM_C = {np.int32(number).tobytes() for number in (20240520, 20240801)}  # karpathy/llm.c, dev/data/data_common.py
 _LLM_C_HEADER = 1024  # bytes
 _MEGATRON = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # megatron/core/datasets

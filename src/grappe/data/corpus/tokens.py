@@ -42,7 +42,7 @@ class _TokenDataset(Dataset[Any]):
         self._ends = np.cumsum([last - first for first, last in bounds], dtype=np.int64).tolist()
         self._mapped: dict[int, tuple[Format, NDArray[Any]]] = {}
         self.tokens = self._ends[-1]
-        """Of the whole corpus."""
+        """Number of tokens of the whole corpus."""
 
     def _cut(self, start: int, count: int) -> NDArray[np.int64]:
         """Returns `count` tokens of a block, from the place `start` among all tokens on."""

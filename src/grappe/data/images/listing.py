@@ -26,7 +26,7 @@ Kind = Literal["folder", "archive", "shards"]
 Report = Callable[[str], None]
 """Shows progress, in a few words."""
 ENDINGS = (b".jpg", b".jpeg", b".jfif", b".png", b".webp", b".bmp", b".gif", b".tif", b".tiff", b".ppm", b".pgm")
-"""Of files that are taken for pictures; their content says of which kind they are."""
+"""Endings of files that are taken for pictures; their content decides on the kind."""
 THREADS = 8  # they wait for a file system
 LARGEST = (1 << 32) - 1
 ENTRY = np.dtype([("offset", "<u8"), ("size", "<u4"), ("mark", "<u4"), ("file", "<u4"), ("label", "<i4")])

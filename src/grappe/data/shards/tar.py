@@ -35,7 +35,7 @@ class Member(NamedTuple):
 
     name: bytes
     offset: int
-    """Of its content, from the beginning of the outer file."""
+    """First byte of its content, from the beginning of the outer file."""
     size: int
     mark: int
     """`mark_of` its header block, which stands right before its content."""

@@ -49,7 +49,7 @@ class Stage(nn.Module):
         self.number, self.count = number, count
         self._precision, self._call = precision, call
         self.source: Callable[..., Any] | None = None
-        """Of a first stage: the inputs that its forward's argument stands for."""
+        """Inputs that a first stage's forward stands for."""
         self.entering: TreeSpec | None = None
         self.leaving: TreeSpec | None = None
 

@@ -15,7 +15,7 @@ BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 
 """Residual blocks of each of the four stages: table 1 of the paper."""
 WIDTHS = (64, 128, 256, 512)
 BOTTLENECK = 4
-"""Of the networks of 50 layers and more: what a block gives, over its width."""
+"""Output channels of a block over its width, in networks of 50 layers and more."""
 
 
 class Residual(nn.Module):

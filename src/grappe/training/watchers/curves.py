@@ -26,7 +26,7 @@ FLUSH_SECONDS = 1.0  # what a killed process loses at most, besides records that
 
 
 JSON = msgspec.json.Encoder(enc_hook=float)
-"""Of records: a number that is not finite becomes null."""
+"""Encoder of records: a number that is not finite becomes null."""
 
 
 class Curves(Watcher):

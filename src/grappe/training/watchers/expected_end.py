@@ -21,10 +21,10 @@ class Pace:
 
     steps: int
     step_seconds: float
-    """Of all these steps, with the saves and all else between them."""
+    """Seconds of all these steps, saves and everything between them included."""
     evaluations: int = 0
     evaluation_seconds: float = 0.0
-    """Of all these evaluations."""
+    """Seconds of all these evaluations."""
 
     def seconds(self, steps: int, evaluations: int) -> float:
         """Computes the seconds of more steps and evaluations at this pace; evaluations count once one was measured."""

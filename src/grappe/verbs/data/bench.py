@@ -42,7 +42,7 @@ class Row:
 
     place: str
     bytes: int
-    """Of an image, on average."""
+    """Mean bytes of an image."""
     cold: float | None = None
     """Read by one reader, from the disk."""
     read: float | None = None

@@ -29,7 +29,7 @@ class Packing:
     short: int = 256
     """Pixels of the short side; smaller pictures stay as they are."""
     quality: int = 90
-    """Of the JPEG files, 1 to 100."""
+    """Quality of the JPEG files, 1 to 100."""
     per_shard: int = 4096
     """Images in each shard."""
 

@@ -41,7 +41,7 @@ class Indexed:
     quarantined: int
     file: Path
     size: int
-    """Of the index in bytes."""
+    """Size of the index in bytes."""
     seconds: float
 
 

@@ -44,12 +44,12 @@ class TrainingCost:
 
     samples_per_second: float
     hours: float
-    """Of all the task's epochs."""
+    """Hours of all the task's epochs."""
     unit_hours: float
-    """Of all cores, or of all GPUs."""
+    """Hours of all cores, or of all GPUs."""
     on_gpus: bool = False
     kwh: float | None = None
-    """Of the GPUs, at the most power that their data sheet says; None: not known."""
+    """Energy of the GPUs at their data sheet's highest power, in kWh; None if not known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ UNEDITED_KEYS = PROCESS_KEYS | {
 }  # fmt: skip
 """Keys of a plan that a script for one process can have."""
 LATER_SECONDS = 0.5
-"""After which another process than the first reports the script's error: where all fail alike, process 0 shows it."""
+"""Seconds after which another process than the first reports the script's error: if all fail alike, process 0 does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ from grappe.verbs.launch.variables import Unchanged, Variables, variables_of
 
 T = TypeVar("T")
 SAVE_SECONDS = 60.0
-"""What a killed script loses at most, where --save-every says nothing."""
+"""Seconds that a killed script loses at most, without --save-every."""
 MOST_READ = 1 << 26  # bytes of what a script has read, which each checkpoint holds
 
 

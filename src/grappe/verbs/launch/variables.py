@@ -32,7 +32,7 @@ LEFT_OUT = (
     DataLoader, Dataset, Sampler, Optimizer, type, types.ModuleType, types.CodeType, types.FrameType,
     types.GeneratorType, np.ndarray, str, bytes, torch.dtype, torch.device,
 )  # fmt: skip
-"""What a script that comes back makes again, or what is kept in another way."""
+"""Objects that a resumed script makes again, or that are kept in another way."""
 FUNCTIONS = (types.FunctionType, types.MethodType)
 PLAIN = (nn.Module, LRScheduler, argparse.Namespace, types.SimpleNamespace)
 

@@ -47,7 +47,7 @@ ENOUGH = 0.05  # share of the time that evaluations, or saves, may well take
 MOST_OF = 0.5  # of a sum, to be named as its cause
 MOST_WORKERS = 16
 SMALL_BATCH = "small batch"
-"""What a larger batch brings, as measured: of host, small matrices and update together, so no part of the sum."""
+"""Gain of a larger batch, as measured: of host, small matrices and update together, so no part of the sum."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class TimeBreakdown:
     """The parts of a step's time under one plan; evaluations and saves are spread over the steps between them."""
 
     seconds: float
-    """Of a step, with its share of evaluations and saves."""
+    """Seconds of a step, with its share of evaluations and saves."""
     parts: Mapping[str, float]
     """Seconds by part, all of PARTS; their sum is `seconds`."""
     precision: str

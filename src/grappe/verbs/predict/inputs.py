@@ -34,10 +34,10 @@ from grappe.task import SPLITS, Task
 
 BATCH = 256
 BATCH_BYTES = 1 << 26
-"""Of an array's batch: large samples come in smaller batches."""
+"""Bytes of an array's batch at most: large samples are in smaller batches."""
 
 Batches = Iterator[tuple[Callable[[], Any], int]]
-"""What reads inputs of the model, and their number of samples."""
+"""Functions that read inputs of the model, with their number of samples."""
 Source = Callable[[Task, Callable[[], Path]], Batches]
 """From a task and what gives its data folder to batches."""
 PICTURES = (".jpg", ".jpeg", ".png")

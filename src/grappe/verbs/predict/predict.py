@@ -120,7 +120,7 @@ class PredictRequest:
     inputs: Any
     data: Path
     step: int
-    """Of the checkpoint, which has been verified."""
+    """Step of the verified checkpoint."""
     trained: bool
 
 

@@ -205,11 +205,11 @@ def gpu_variables(plan: Plan, place: int, gpus: Sequence[str], gpus_per_place: i
 SLICE_SECONDS = 0.2
 SIGNALLED = 128
 RETRYABLE = re.compile("maximum number of jobs|contact slurm controller|timed out|temporarily|no answer|try again")
-"""What sbatch says when it takes no job now, and may take one later."""
+"""Words of sbatch when it takes no job now, and may take one later."""
 LIMIT_NAMES = re.compile(r"\b(?:qos|assoc|maxsubmit)\w+", re.ASCII)
 """The limit that a job would break, as Slurm names it."""
 POLICY_REFUSAL = "violates accounting/qos policy"
-"""What sbatch says of too many jobs, and of a job that is too large or too long for ever."""
+"""Words of sbatch for too many jobs, and for a job that is too large or too long for ever."""
 ENDED_STATES = ("COMPLETING", *slurm.ENDED)
 """States of jobs in the queue that train nothing any more; one that requeues itself comes back from the first."""
 LONGEST_REASON = 300

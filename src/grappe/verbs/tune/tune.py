@@ -28,7 +28,7 @@ from grappe.verbs.tune.study import Study, make_study
 from grappe.verbs.tune.trainings import LocalTrainings, SlurmTrainings, Trainings
 
 TRIALS = 20
-"""Of a search without an end of its own, as a grid has."""
+"""Number of trials of a search that has no end of its own, as a grid has."""
 
 
 def tune(
@@ -139,7 +139,7 @@ class CheckedSearch:
     task: TaskReference
     definition: SearchDefinition
     plans: Sequence[Plan]
-    """Of the trials."""
+    """Plans of the trials."""
     total: int
     """Number of trials."""
 

@@ -65,7 +65,7 @@ the second at least."""
 LEAST_NUMBERS = 64
 """Numbers of a tensor from which its standard deviation tells how it was drawn."""
 IMPLEMENTATION = {"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "param_names"}
-"""What a parameter group has that is no setting of the rule, or is compared by itself."""
+"""Keys of a parameter group that are no setting of the rule, or are compared by themselves."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -166,7 +166,7 @@ _WITHOUT_DRAW: dict[str, Callable[[dict[str, Any]], Any]] = {
     "rrelu_with_noise": _leaky,
     "rrelu_with_noise_": lambda arguments: arguments["self"].copy_(_leaky(arguments)),
 }
-"""What stands for an operator that computes with what it draws."""
+"""Name for an operator that computes with its own draws."""
 
 
 def _without_dropout(func: Op, args: Any, kwargs: Any) -> Any:

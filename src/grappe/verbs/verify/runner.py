@@ -29,9 +29,9 @@ from grappe.verbs.verify.trained_by_hand import (
 )
 
 BOUND = 0.02
-"""Where more of the loss or the gradient's norm would be tolerated, agreement says nothing."""
+"""Tolerance of loss or gradient norm above which agreement says nothing."""
 FACTOR = 10.0
-"""What is tolerated is ten times what the same sums in another order differ by, or the step's floor."""
+"""Tolerance over the difference that another order of the same sums makes."""
 
 
 @dataclasses.dataclass(kw_only=True)

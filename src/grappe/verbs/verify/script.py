@@ -33,7 +33,7 @@ from grappe.verbs.verify.verify import SHOWN, STEPS
 from grappe.words import and_more
 
 FLOOR = 1e-5
-"""Of a tensor's norm: the least that is tolerated."""
+"""Least tolerance, relative to a tensor's norm."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ class _StepRecorder:
         self.reads = False
         """Whether this process compares or notes tensors."""
         self._tensors: dict[int, dict[str, Tensor]] = {}
-        """Of each optimizer, by its id."""
+        """Tensors of each optimizer, by its id."""
         self.step = 0
         self.apart: dict[tuple[int, str], float] = {}
 
@@ -212,4 +212,4 @@ class _StepRecorder:
 
 
 SAVE, LOAD = torch.save, torch.load
-"""As they are before a script runs whose files are shared: its load waits for others, and process 0 reads alone."""
+"""torch's own functions, before a script runs whose load waits for others, and whose files process 0 reads alone."""

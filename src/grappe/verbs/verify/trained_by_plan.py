@@ -123,7 +123,7 @@ class _BesideTheWhole(TorchFunctionMode):
 
 
 OTHER = 1e-3
-"""Of the largest number: rounding makes a hundredth of it in fp32."""
+"""Tolerance relative to the largest number: rounding makes a hundredth of it in fp32."""
 _OF_AUTOGRAD = (
     "__get__", "__set__", "backward", "detach_", "requires_grad_", "retain_grad", "register_hook", "empty_like",
     "new_empty",

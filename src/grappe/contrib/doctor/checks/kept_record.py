@@ -18,7 +18,7 @@ from grappe.verbs.verify import record
 TASK = "digits"
 """The shipped task that is recorded if none is given: its data comes with scikit-learn."""
 LASTING = ("torch", "driver", "container", "processor", "instructions", "device")
-"""What an upgrade changes; the other settings belong to a training."""
+"""Settings that an upgrade changes; the others belong to a training."""
 
 
 def keep(task: str | None, plan: Plan, fields: Mapping[str, str]) -> Path:

@@ -20,7 +20,7 @@ from grappe.words import NVIDIA, and_more, driver_version
 AMD = Path("/dev/kfd")
 """The files by which programs reach the GPUs of either maker."""
 IMPORTED = ("torchvision", "torchaudio", "torchmetrics")
-"""What grappe, or what it imports, imports where it is installed."""
+"""Modules that grappe or its libraries import where they are installed."""
 USING_METRICS = {"grappe", "lightning", "pytorch_lightning"}
 """Modules that import torchmetrics."""
 SHOWN = 5

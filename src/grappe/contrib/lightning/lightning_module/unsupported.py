@@ -221,7 +221,7 @@ class Tried(NamedTuple):
     """Result of trying a module's steps."""
 
     scorings: Mapping[str, Scoring]
-    """Of training_step always; without validation_step's training_step scores, without test_step's validation_step."""
+    """Scoring of each step: training_step scores for a missing validation_step, that one for a missing test_step."""
     left_out: tuple[str, ...]
     """Names that the user leaves out, and that are there."""
     unkept: tuple[str, ...]
