@@ -96,7 +96,7 @@ def test_gpus_make_a_plan() -> None:
         ("lumi", "replicate=40", {"time": "49h"}, "no queue of lumi admits it. small-g: at most 4 nodes"),
         ("jean-zay-v100", "", {"queue": "qos_gpu_t3"}, "no queue 'qos_gpu_t3': did you mean qos_gpu-t3"),
         ("jean-zay-v100", "", {"queue": "qos_gpu-dev", "time": "7201s"}, "at most 2 h"),
-        ("cedar", "", {"account": "def-x"}, "replaced by fir"),
+        ("cedar", "", {"account": "def-x"}, "its successor is fir"),
         ("narval-cpu", "replicate=2,device=cpu", {"cores": 33}, "those of narval-cpu have 64"),
         ("narval-cpu", "", {}, "add device=cpu"),
     ],

@@ -2,6 +2,7 @@
 # Made by: grappe submit --site killarney -- train digits epochs=3
 # Killarney, Digital Research Alliance of Canada. 4 processes on 1 node, plan: replicate=4
 # 4 GPUs for at most 00:30:00: 2 GPU-hours
+# Unconfirmed, job.internet: from a partner's handbook
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
 # Unconfirmed, ask.max_hours: not stated: that of the other clusters
 # Unconfirmed, node.cores_per_gpu: in proportion

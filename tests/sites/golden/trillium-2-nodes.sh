@@ -2,6 +2,7 @@
 # Made by: grappe submit --site trillium -- train digits epochs=3
 # Trillium, Digital Research Alliance of Canada. 8 processes on 2 nodes, plan: replicate=8
 # 8 GPUs for at most 00:30:00: 4 GPU-hours, 3 times
+# Unconfirmed, job.local: documented as the node's memory, since it has no disk: what a job stages counts as memory
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
 # Unconfirmed, job.requeue: inferred: no job is submitted from its compute nodes, so none is requeued from one
 #SBATCH --job-name=digits-1

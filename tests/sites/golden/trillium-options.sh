@@ -2,6 +2,7 @@
 # Made by: grappe submit --site trillium -- train digits epochs=3
 # Trillium, Digital Research Alliance of Canada. 4 processes on 1 node, plan: replicate=4
 # 4 GPUs for at most 00:30:00: 2 GPU-hours, 3 times
+# Unconfirmed, job.local: documented as the node's memory, since it has no disk: what a job stages counts as memory
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
 # Unconfirmed, job.requeue: inferred: no job is submitted from its compute nodes, so none is requeued from one
 #SBATCH --job-name=digits-1

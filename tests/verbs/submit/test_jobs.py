@@ -104,7 +104,7 @@ def test_refusals_say_what_to_change(said: str, advice: str) -> None:
 
 
 def test_sites_are_listed_with_the_source_of_each_fact() -> None:
-    assert "retired: replaced by fir" in shown(catalogue.site_list())
+    assert "retired: closed on 2025-09-12; its successor is fir" in shown(catalogue.site_list())
     said = shown(catalogue.site_facts("jean-zay-a100")).splitlines()
     assert any("node.cores " in line and "UNCONFIRMED, seen in users' scripts only" in line for line in said)
     assert len([line for line in said if "slurm_partitions_gpu" in line]) == 1  # the site's own page
