@@ -190,24 +190,6 @@ class Target:
         return score <= self.value if self.falls else score >= self.value
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BoardEntry:
-    """A run on the board."""
-
-    run: str
-    who: str
-    """The run's owner."""
-    task: str
-    plan: str
-    hardware: str
-    best: float
-    """The best score of all its evaluations."""
-    samples: int
-    """Validation samples of that score: fewer than all with --validation-batches."""
-    costs: dict[str, float | None] | None
-    """Until the target, by name: seconds of steps, samples, hours, joules; None: unknown. None: it is not reached."""
-
-
 def target_of(text: str) -> Target:
     """Reads `accuracy=0.97`, or with a direction `perplexity<=20`; a score whose name begins with loss is to fall.
 
@@ -228,92 +210,65 @@ def target_of(text: str) -> Target:
     return Target(name=name, value=goal, falls=falls)
 
 
-def race(base: Path, target: Target) -> list[BoardEntry]:
-    """Returns an entry for each run under `base` whose evaluations have the score.
+def race(base: Path, target: Target) -> list[dict[str, Any]]:
+    """Returns each run under `base` that has the score, with its costs at the first evaluation that reached the target.
+
+    Returns:
+        Of each run: `run`, its owner `who`, `task`, `plan`, `hardware`, the `best` score, the validation `samples` of
+        the last one, and `costs`: seconds of steps, samples, GPU-hours, core-hours, joules; None if it is not reached.
 
     Raises:
-        RunError: none has it.
+        RunError: no run has the score.
     """
-    names: set[str] = set()
-    entries = [entry for run in all_runs(base) if (entry := _entry(run, target, names)) is not None]
-    if not entries:
-        scores = ", ".join(sorted(names.difference(NO_SCORES)))
+    found, names = list[dict[str, Any]](), set[str]()
+    for run in all_runs(base):
+        try:
+            about = run.read_description()
+        except RunError:
+            continue
+        scores, samples, owner = dict[float, float](), 0, "unknown"
+        for record in run.records("evaluation"):
+            names.update(record)
+            score = record.get(target.name)
+            if isinstance(score, int | float) and abs(score) <= sys.float_info.max:  # an int of 400 digits is no float
+                scores[number(record.get("step"))], samples = float(score), int(number(record.get("samples")))
+        if not scores:
+            continue
+        with contextlib.suppress(KeyError, OSError):  # a user of another machine
+            owner = run.folder.owner()
+        reached = next((step for step in sorted(scores) if target.reached(scores[step])), None)
+        found.append({
+            "run": run.folder.name, "who": owner, "task": Path(str(about.get("task"))).stem,
+            "plan": plan_name(about.get("plan")),
+            "hardware": f"{about.get('processes') or 1} x {about.get('processor') or about.get('device')}",
+            "best": (min if target.falls else max)(scores.values()), "samples": samples,
+            "costs": None if reached is None else _costs(run, entries(about.get("used")), reached),
+        })  # fmt: skip
+    if not found:
+        there = ", ".join(sorted(names.difference(NO_SCORES)))
         raise RunError(
             f"no run in {base} has a score called '{target.name}': "
-            + (f"there are {scores}" if scores else "none has been evaluated")
+            + (f"there are {there}" if there else "none has been evaluated")
         )
-    return entries
+    return found
 
 
-def _entry(run: Run, target: Target, names: set[str]) -> BoardEntry | None:
-    try:
-        about = run.read_description()
-    except RunError:
-        return None
-    scored, samples = [], dict[float, int]()
-    for record in run.records("evaluation"):
-        names.update(record)
-        step, score = record.get("step"), record.get(target.name)
-        numbers = isinstance(step, int) and isinstance(score, int | float)
-        # An int of 400 digits is no float.
-        if numbers and all(abs(value) <= sys.float_info.max for value in (step, score)):
-            scored.append((step, float(score)))
-            samples[float(score)] = int(number(record.get("samples")))
-    if not scored:
-        return None
-    owner, crossing = "unknown", _crossing(scored, target)
-    with contextlib.suppress(KeyError, OSError):  # a user of another machine
-        owner = run.folder.owner()
-    processes = about.get("processes") or 1
-    best = (min if target.falls else max)(samples)
-    return BoardEntry(
-        run=run.folder.name,
-        who=owner,
-        task=Path(str(about.get("task"))).stem,
-        plan=plan_name(about.get("plan")),
-        hardware=f"{processes} x {about.get('processor') or about.get('device')}",
-        best=best,
-        samples=samples[best],
-        costs=None if crossing is None else _costs(run, about, crossing),
-    )
-
-
-def _crossing(scored: list[tuple[int, float]], target: Target) -> float | None:
-    """Returns the step, between two evaluations in proportion, at which the target is first reached."""
-    before: tuple[int, float] | None = None
-    for step, score in scored:
-        if target.reached(score):
-            if before is None or score == before[1]:
-                return float(step)
-            share = (target.value - before[1]) / (score - before[1])
-            return before[0] + share * (step - before[0])
-        before = (step, score)
-    return None
-
-
-def _costs(run: Run, about: dict[str, Any], crossing: float) -> dict[str, float | None]:
-    """Returns what the run took until step `crossing`; of hours and joules, its share by the seconds of steps."""
-    until = total = samples = 0.0
-    for record in run.records("step"):
-        step, seconds = number(record.get("step")), number(record.get("seconds"))
-        share = min(1.0, max(0.0, crossing - (step - 1)))  # of this step's work
-        until, total = until + share * seconds, total + seconds
-        if share == 1.0:
-            samples = number(record.get("samples"))
-    used = entries(about.get("used"))
-    part = until / total if total else 0.0
-    values = entries(used.get("joules")).values()
-    measured = [value for value in values if isinstance(value, int | float)]
+def _costs(run: Run, used: dict[str, Any], reached: float) -> dict[str, float]:
+    """Returns the costs of a run up to a step; of hours and joules, its share by the seconds of steps."""
+    steps = [[number(record.get(name)) for name in ("step", "seconds", "samples")] for record in run.records("step")]
+    before = [step for step in steps if step[0] <= reached]
+    seconds = sum(step[1] for step in before)
+    part = seconds / (sum(step[1] for step in steps) or 1.0)
     return {
-        "time": until,
-        "samples": samples,
-        "gpu-hours": part * number(used.get("gpu_hours")) if used else None,
-        "core-hours": part * number(used.get("core_hours")) if used else None,
-        "energy": part * sum(measured) if measured else None,
+        "time": seconds,
+        "samples": before[-1][2] if before else 0.0,
+        "gpu-hours": part * number(used.get("gpu_hours")),
+        "core-hours": part * number(used.get("core_hours")),
+        "energy": part * sum(map(number, entries(used.get("joules")).values())),
     }
 
 
-def board(entries: list[BoardEntry], target: Target, by: By) -> Table:
+def board(found: list[dict[str, Any]], target: Target, by: By) -> Table:
     """Makes the board, task by task: runs that reached the target by their costs, then others by their best score."""
     sign = "<=" if target.falls else ">="
     columns = (
@@ -321,24 +276,18 @@ def board(entries: list[BoardEntry], target: Target, by: By) -> Table:
         "time", "samples", "GPU-hours", "core-hours", "energy", "plan", "hardware",
     )  # fmt: skip
 
-    def order(entry: BoardEntry) -> tuple[str, bool, float]:
-        if entry.costs is None:
-            return entry.task, True, entry.best if target.falls else -entry.best
-        cost = entry.costs[by]
-        return entry.task, False, math.inf if cost is None else cost
+    def order(entry: dict[str, Any]) -> tuple[str, bool, float]:
+        costs, best = entry["costs"], entry["best"]
+        return entry["task"], costs is None, (costs[by] or math.inf) if costs else best if target.falls else -best
 
-    places, rows, most = collections.Counter[str](), list[tuple[str, ...]](), collections.Counter[str]()
-    for entry in entries:
-        most[entry.task] = max(most[entry.task], entry.samples)
-    for entry in sorted(entries, key=order):
-        costs = entry.costs
-        places[entry.task] += costs is not None
-        cells = [""] * len(COST_FORMATS)
-        if costs is not None:
-            cells = [form.format(costs[name]) if costs[name] else "-" for name, form in COST_FORMATS.items()]
-        best = f"best {format_number(entry.best)}"
-        reached = best if costs is not None else f"not reached, best {format_number(entry.best)}"
-        fewer = f"{entry.samples:,} / {most[entry.task]:,}" if entry.samples < most[entry.task] else ""
-        place = str(places[entry.task]) if costs is not None else "-"
-        rows.append((entry.run, place, entry.who, entry.task, reached, fewer, *cells, entry.plan, entry.hardware))
+    places, rows = collections.Counter[str](), list[tuple[str, ...]]()
+    for entry in sorted(found, key=order):
+        costs, best = entry["costs"], f"best {format_number(entry['best'])}"
+        places[entry["task"]] += costs is not None
+        cells = [form.format(costs[name]) if costs and costs[name] else "-" for name, form in COST_FORMATS.items()]
+        rows.append((
+            entry["run"], str(places[entry["task"]]) if costs else "-", entry["who"], entry["task"],
+            best if costs else f"not reached, {best}", f"{entry['samples']:,}", *cells,
+            entry["plan"], entry["hardware"],
+        ))  # fmt: skip
     return filled_table(columns, rows)
