@@ -5,13 +5,13 @@ import os
 import sys
 from pathlib import Path
 
+from grappe.contrib.tune.coordinator import Coordinator
+from grappe.contrib.tune.space import SearchOptions
+from grappe.contrib.tune.tune import search
 from grappe.fields import split
 from grappe.launch.start import interrupted
 from grappe.plan import as_plan
 from grappe.sites.sbatch import JobOptions
-from grappe.verbs.tune.coordinator import SearchProgress
-from grappe.verbs.tune.space import SearchOptions
-from grappe.verbs.tune.tune import search
 from tests.commands import MARK
 
 PLAN = "device=cpu,threads=1,workers=0"
@@ -28,7 +28,7 @@ def main(study: str, task: str, wanted: str, *words: str) -> int:
     sbatch = tuple(word for word in words if word.startswith("--"))
     said = ""
 
-    def watch(progress: SearchProgress) -> None:
+    def watch(progress: Coordinator) -> None:
         nonlocal said
         if progress.waiting != said:
             said = progress.waiting
