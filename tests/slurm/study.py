@@ -12,6 +12,7 @@ from grappe.fields import split
 from grappe.launch.start import interrupted
 from grappe.plan import as_plan
 from grappe.sites.sbatch import JobOptions
+from grappe.verbs.submit import jobs
 from tests.commands import MARK
 
 PLAN = "device=cpu,threads=1,workers=0"
@@ -24,6 +25,7 @@ def main(study: str, task: str, wanted: str, *words: str) -> int:
         wanted: the search, as JSON.
         words: the fields, and options of sbatch.
     """
+    jobs.QUERY_SECONDS = 1.0
     os.environ.pop(MARK, None)  # jobs inherit variables, and outlive the command that this one marks
     sbatch = tuple(word for word in words if word.startswith("--"))
     said = ""
@@ -41,7 +43,6 @@ def main(study: str, task: str, wanted: str, *words: str) -> int:
         SearchOptions(**json.loads(wanted)),
         Path(study),
         jobs=JobOptions(site="generic", time="10m", doctor=False, sbatch=sbatch),
-        query_every=1.0,
         watch=watch,
     )
     if found.best is not None:

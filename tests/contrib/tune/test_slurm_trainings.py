@@ -9,7 +9,6 @@ import pytest
 from grappe.contrib.tune import trainings as trainings_module
 from grappe.contrib.tune.trainings import NotNow, SlurmTrainings
 from grappe.errors import DataError, OutOfMemory, ProcessDied, UsageError
-from grappe.launch.signals import SignalForwarding
 from grappe.plan import Plan
 from grappe.sites import slurm
 from grappe.sites.sbatch import JobOptions
@@ -42,6 +41,7 @@ class Played:
         monkeypatch.setattr(slurm, "cancel", self.cancelled.extend)
         monkeypatch.setattr(slurm, "ended", self.ends.get)
         monkeypatch.setattr(trainings_module, "submit", self.submit)
+        monkeypatch.setattr(jobs, "QUERY_SECONDS", 0.0)
 
     def submit(self, submission: Submission) -> list[Submitted]:
         if self.refusal:
@@ -64,7 +64,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
 
 def trainings(study: Path, parallel: int = 2) -> SlurmTrainings:
     options = JobOptions(site="generic", dependency="afterok:1")
-    return SlurmTrainings(SignalForwarding(saves=True), study, options, parallel=parallel, query_every=0.0)
+    return SlurmTrainings(study, options, parallel=parallel)
 
 
 def request(study: Path, number: int) -> Request:

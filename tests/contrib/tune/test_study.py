@@ -139,7 +139,7 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"space": {"lr": 3}}, {"parallel": "2"}, {"sampler": "best"}, {"maximize": 1}, {"rungs": 0.5}, {"more": 1}],
+    [{"space": {"lr": 3}}, {"parallel": "2"}, {"sampler": "best"}, {"maximize": 1}, {"rungs": 1}, {"more": 1}],
 )
 def test_a_study_of_wrong_types_is_damaged(tmp_path: Path, change: dict) -> None:
     make_study(tmp_path, SEARCH)

@@ -94,8 +94,7 @@ def tune(
 
     parsed, jobs = as_plan(plan), job if job.site else None
     if dry_run:
-        checked = verb.checked_search(task, texts, parsed, search, options, jobs)
-        definition = checked.definition
+        _, _, definition = verb.checked_search(task, texts, parsed, search, options, jobs)
         facts = [
             ("task", definition.task),
             *definition.space.items(),
@@ -103,9 +102,9 @@ def tune(
             ("plan", plan_name(definition.plan)),
             ("sampler", definition.sampler),
             ("objective", f"{'largest' if definition.maximize else 'smallest'} {definition.metric}"),
-            ("trials", f"{checked.total}, {definition.parallel} at a time"),
+            ("trials", f"{definition.trials}, {definition.parallel} at a time"),
         ]
-        show_answer(json, "search", facts, search=definition, trials=checked.total, dry_run=True)
+        show_answer(json, "search", facts, search=definition, trials=definition.trials, dry_run=True)
         return EXIT_OK
 
     searched, complete = verb.search(
@@ -151,8 +150,9 @@ class _Progress:
         ended = {trial.number: trial for trial in progress.trials if trial.state in ("complete", "failed")}
         if self._reported is None:
             self._reported = set(ended)
-            running = [f"{len(progress.running)} running"] if progress.running else []
-            summary = ", ".join([f"{len(ended)} of {progress.total} trials ended", *running])
+            running = len(progress.trainings.running)
+            words = [f"{len(ended)} of {progress.total} trials ended", *([f"{running} running"] if running else [])]
+            summary = ", ".join(words)
             complain(f"study {progress.study.folder}: {summary}")
         for number in sorted(ended.keys() - self._reported):
             trial = ended[number]

@@ -14,7 +14,6 @@ from grappe.contrib.tune.space import PLAN, Trial
 from grappe.contrib.tune.study import Study
 from grappe.contrib.tune.trainings import OF_THE_MACHINE, LocalTrainings, NotNow, SlurmTrainings, TrialEnd, failure
 from grappe.errors import GrappeError, RunError, UsageError
-from grappe.launch.signals import SignalForwarding
 from grappe.plan import Plan
 from grappe.training.options import Options
 from grappe.training.request import Request
@@ -31,13 +30,12 @@ class Coordinator:
 
     Args:
         request: of each trial's training, but for its fields and its folder.
-        signals: this command's.
         parallel: how many trials are trained at a time.
         watch: called about once a second.
 
     Attributes:
         study: the study.
-        running: the numbers of the trials that are being trained.
+        trainings: which has the numbers of the trials that are `running`.
         total: the number of trials.
         waiting: for the user: the reason why nothing can be started, or jobs that pend; "": nothing.
     """
@@ -46,16 +44,14 @@ class Coordinator:
         self,
         study: Study,
         request: Request,
-        signals: SignalForwarding,
         trainings: LocalTrainings | SlurmTrainings,
         *,
         parallel: int,
         total: int,
         watch: Callable[[Coordinator], None],
     ) -> None:
-        self.study, self.total, self.waiting = study, total, ""
-        self._request, self._signals, self._trainings = request, signals, trainings
-        self._parallel, self._watch = parallel, watch
+        self.study, self.trainings, self.total, self.waiting = study, trainings, total, ""
+        self._request, self._signals, self._parallel, self._watch = request, trainings.signals, parallel, watch
         self._lease = Lease(study.folder)
         self._journal: Journal
         self._parts = [float(part) for part in study.search.parts]
@@ -78,20 +74,16 @@ class Coordinator:
             with self._signals:
                 try:
                     self._advance([])
-                    while self.running or (self._waits and not self._stopping):
-                        self._advance(self._trainings.poll(POLL_SECONDS))
+                    while self.trainings.running or (self._waits and not self._stopping):
+                        self._advance(self.trainings.poll(POLL_SECONDS))
                 finally:
                     self._signals.over = True
-                    self._trainings.close()
+                    self.trainings.close()
         finally:
             self._lease.release()
         if self._error is not None:
             raise self._error
         return not self._journal.open and len(self.trials) >= self.total
-
-    @property
-    def running(self) -> frozenset[int]:
-        return self._trainings.running
 
     @property
     def trials(self) -> list[Trial]:
@@ -105,7 +97,7 @@ class Coordinator:
 
     @property
     def _has_room(self) -> bool:
-        return not self._stopping and len(self.running) < self._parallel
+        return not self._stopping and len(self.trainings.running) < self._parallel
 
     def _advance(self, ends: list[TrialEnd]) -> None:
         """Writes down what trials have come to; starts those that are open, and new ones, while there is room."""
@@ -114,7 +106,7 @@ class Coordinator:
             for end in ends:
                 self._take_in(end)
             for number in self._journal.open:
-                if self._has_room and number not in self.running:
+                if self._has_room and number not in self.trainings.running:
                     self._start(number)
             while self._has_room and len(self._journal.open) < self._parallel:
                 if len(self.trials) >= self.total:
@@ -123,13 +115,13 @@ class Coordinator:
                 self._start(self._journal.ask())
         except OF_THE_MACHINE as error:
             self._end_by(error)
-        self.waiting = self._waits or self._trainings.notes
+        self.waiting = self._waits or self.trainings.notes
         self._watch(self)
 
     def _end_by(self, error: GrappeError) -> None:
         """Stops the trainings at a checkpoint; `run` then raises the first such error."""
         self._error = self._error or error
-        self._trainings.interrupt()
+        self.trainings.interrupt()
 
     def _start(self, number: int) -> None:
         """Trains an open trial up to its next rung, if that can be started now; its result may be there already."""
@@ -157,7 +149,7 @@ class Coordinator:
         if part < 1:
             options = dataclasses.replace(options, part=part)
         try:
-            self._trainings.start(
+            self.trainings.start(
                 number, dataclasses.replace(self._request, task=task, plan=plan, options=options, run=run)
             )
         except NotNow as reason:

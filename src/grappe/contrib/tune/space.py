@@ -177,6 +177,8 @@ def _range(name: str, text: str, *, integer: bool) -> Range:
 
 # ---- A search ----------------------------------------------------------------------------------------------
 
+TRIALS = 20
+"""Of a search without an end of its own, as a grid has."""
 SamplerName = Literal["tpe", "random", "grid"]
 RUNGS = 3
 MOST = {"halving": 1_000, "rungs": 20}
@@ -226,6 +228,7 @@ class SearchDefinition(SearchOptions):
     `trials` and `parallel` are those with which the study was made.
     """
 
+    trials: int = TRIALS
     maximize: bool = False
     task: str
     fields: Mapping[str, Any]

@@ -94,7 +94,7 @@ def open_study(folder: Path) -> Study:
     kind = content.pop("kind", None)
     try:
         search = from_json(SearchDefinition, content)
-    except ValueError as error:
+    except (ValueError, UsageError) as error:
         raise RunError(f"{file} is damaged, or not of this version of grappe ({error})") from error
     if kind != KIND or not content.keys() <= {field.name for field in dataclasses.fields(SearchDefinition)}:
         raise RunError(f"{file} is damaged, or not of this version of grappe")

@@ -72,18 +72,19 @@ class LocalTrainings:
     """Trains at most `parallel` trials at a time in processes of this machine, which end with this one.
 
     Args:
-        signals: this command's, which are forwarded to the processes.
         limited: whether the trainings have a time limit.
         plans: the plans that trials may have.
 
     Attributes:
+        signals: this command's, which are forwarded to the processes.
         notes: for the user, about the trainings now; "": nothing.
     """
 
     notes = ""
 
-    def __init__(self, signals: SignalForwarding, *, parallel: int, limited: bool, plans: Sequence[Plan]) -> None:
-        self._signals, self._parallel, self._gpus_per_place = signals, parallel, max(map(gpus_needed, plans))
+    def __init__(self, *, parallel: int, limited: bool, plans: Sequence[Plan]) -> None:
+        self.signals = SignalForwarding(saves=True)
+        self._parallel, self._gpus_per_place = parallel, max(map(gpus_needed, plans))
         self._limited = limited or "SLURM_JOB_END_TIME" in os.environ
         self._running: dict[int, tuple[int, Launch]] = {}
         self._gpus = visible_gpus()
@@ -106,7 +107,7 @@ class LocalTrainings:
             raise NotNow(f"{folder.name} is being written by {who}")
         place = min(set(range(self._parallel)) - {place for place, _ in self._running.values()})
         variables = gpu_variables(request.plan, place, self._gpus, self._gpus_per_place)
-        launch = Launch("grappe.training.worker:worker", request, request.plan.processes, self._signals, variables)
+        launch = Launch("grappe.training.worker:worker", request, request.plan.processes, self.signals, variables)
         self._running[number] = (place, launch)
         launch.start()
 
@@ -122,7 +123,7 @@ class LocalTrainings:
 
     def interrupt(self) -> None:
         """Stops the trainings at a checkpoint, if they end with this command."""
-        self._signals.send(signal.SIGTERM)
+        self.signals.send(signal.SIGTERM)
 
     def close(self) -> None:
         """Ends what still runs, if it ends with this command."""
@@ -138,7 +139,7 @@ class LocalTrainings:
             return ended_by(number, error)
         if status != "interrupted":
             return TrialEnd(number=number, outcome="trained")
-        stopped = self._limited or self._signals.received
+        stopped = self._limited or self.signals.received
         return TrialEnd(number=number, outcome="stopped" if stopped else "killed")
 
 
@@ -187,26 +188,17 @@ class SlurmTrainings:
 
     Args:
         study: the study's folder.
-        query_every: seconds between queries to Slurm.
 
     Attributes and methods are those of LocalTrainings.
     """
 
-    def __init__(
-        self,
-        signals: SignalForwarding,
-        study: Path,
-        options: JobOptions,
-        *,
-        parallel: int,
-        query_every: float = jobs.QUERY_SECONDS,
-    ) -> None:
-        self._signals = signals
+    def __init__(self, study: Path, options: JobOptions, *, parallel: int) -> None:
+        self.signals = SignalForwarding(saves=True)
         self._study = study = study.resolve()  # one study has one name, by whatever link
         key = hashlib.sha256(str(study).encode()).hexdigest()[:8]
         self._prefix = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', study.name)[:40]}-{key}-"
         self._name = re.compile(re.escape(self._prefix) + r"(\d{1,9})", re.ASCII)
-        self._options, self._parallel, self._every = options, parallel, query_every
+        self._options, self._parallel = options, parallel
         self._jobs: dict[int, str] = {}
         self._missing: dict[int, float] = {}
         self._queue: dict[int, slurm.Entry] = {}
@@ -260,15 +252,15 @@ class SlurmTrainings:
             if not (self._queue or self._jobs or RETRYABLE.search(str(error).lower())):
                 raise
             self._refusal = f"sbatch takes no more jobs now: {first_line(error)}"
-            self._refused_until = time.monotonic() + self._every
+            self._refused_until = time.monotonic() + jobs.QUERY_SECONDS
             raise NotNow(self._refusal) from error
         self._jobs[number] = submitted.job
 
     def poll(self, timeout: float) -> list[TrialEnd]:
         until = time.monotonic() + timeout
-        while not (self._signals.received or self._leaving):
+        while not (self.signals.received or self._leaving):
             now = time.monotonic()
-            if now - self._queried >= self._every:
+            if now - self._queried >= jobs.QUERY_SECONDS:
                 try:
                     self._query()
                 except slurm.SlurmError as error:
@@ -317,7 +309,7 @@ class SlurmTrainings:
         """Returns how a trial's job has ended; None: it has not."""
         code, state = self._code(number, job), ""
         if code is None and number in self._missing:
-            end, patience = slurm.ended(job), min(jobs.GRACE_SECONDS, 2 * self._every)
+            end, patience = slurm.ended(job), min(jobs.GRACE_SECONDS, 2 * jobs.QUERY_SECONDS)
             gone = time.monotonic() - self._missing[number] > patience
             state = end.state if end is not None else "GONE" if gone else ""
             # The folder may lag on a network's file system; and a job may end between two questions.

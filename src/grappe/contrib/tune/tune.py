@@ -5,12 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from grappe import engines
 from grappe.contrib.tune.coordinator import Coordinator, with_fields
 from grappe.contrib.tune.journal import find_optuna, grid
-from grappe.contrib.tune.space import PLAN, RUNGS, Choices, SearchDefinition, SearchOptions, as_texts, read_space
+from grappe.contrib.tune.space import (
+    PLAN,
+    RUNGS,
+    TRIALS,
+    Choices,
+    SearchDefinition,
+    SearchOptions,
+    as_texts,
+    read_space,
+)
 from grappe.contrib.tune.study import Study, make_study
 from grappe.contrib.tune.trainings import LocalTrainings, SlurmTrainings
 from grappe.errors import UsageError, nearest
@@ -18,7 +27,6 @@ from grappe.fields import text_of
 from grappe.finder import defaults
 from grappe.launch.files import RUNS
 from grappe.launch.rank import rank_from_environment
-from grappe.launch.signals import SignalForwarding
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.sites.sbatch import JobOptions
 from grappe.task import Task
@@ -26,10 +34,6 @@ from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.run import new_folder
 from grappe.training.task_reference import TaskReference, field_texts
-from grappe.verbs.submit.jobs import QUERY_SECONDS
-
-TRIALS = 20
-"""Of a search without an end of its own, as a grid has."""
 
 
 def tune(
@@ -103,7 +107,6 @@ def search(
     data: Path | str | None = None,
     options: Options | None = None,
     jobs: JobOptions | None = None,
-    query_every: float = QUERY_SECONDS,
     watch: Callable[[Coordinator], None] = lambda progress: None,
 ) -> tuple[Study, bool]:
     """Does what `tune` does; returns whether all trials have ended, too.
@@ -112,10 +115,9 @@ def search(
         texts: by field a range, values, or one text, which it has in all trials.
         runs: where a new study's folder is made, if `folder` is None.
         jobs: of each trial's Slurm job; None: trials are trained in processes of this machine.
-        query_every: seconds between queries to Slurm.
     """
     options = options or Options()
-    task_reference, plans, definition, total = checked_search(task, texts, plan, search_options, options, jobs)
+    task_reference, plans, definition = checked_search(task, texts, plan, search_options, options, jobs)
     name = task_reference.name
     study = make_study(
         folder or new_folder(runs, f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study"), definition
@@ -123,24 +125,12 @@ def search(
     plan = dataclasses.replace(plan, threads=study.search.threads or plan.threads)
     request = Request(task=task_reference, plan=plan, data=data_folder(data), options=options, quiet=True)
     parallel = search_options.parallel
-    signals = SignalForwarding(saves=True)
     if jobs is not None:
-        trainings = SlurmTrainings(signals, study.folder, jobs, parallel=parallel, query_every=query_every)
+        trainings = SlurmTrainings(study.folder, jobs, parallel=parallel)
     else:
-        trainings = LocalTrainings(signals, parallel=parallel, limited=options.time_limit is not None, plans=plans)
-    coordinator = Coordinator(study, request, signals, trainings, parallel=parallel, total=total, watch=watch)
-    return study, coordinator.run()
-
-
-class CheckedSearch(NamedTuple):
-    """A search whose options go together; no folder was made for it."""
-
-    task: TaskReference
-    plans: Sequence[Plan]
-    """Of the trials."""
-    definition: SearchDefinition
-    total: int
-    """Number of trials."""
+        trainings = LocalTrainings(parallel=parallel, limited=options.time_limit is not None, plans=plans)
+    total = definition.trials
+    return study, Coordinator(study, request, trainings, parallel=parallel, total=total, watch=watch).run()
 
 
 def checked_search(
@@ -150,8 +140,8 @@ def checked_search(
     search_options: SearchOptions,
     options: Options,
     jobs: JobOptions | None = None,
-) -> CheckedSearch:
-    """Checks the arguments of `search`, and makes nothing.
+) -> tuple[TaskReference, Sequence[Plan], SearchDefinition]:
+    """Checks the arguments of `search`, and makes nothing; returns the plans of the trials, too.
 
     Raises:
         GrappeError: an argument is wrong.
@@ -194,6 +184,7 @@ def checked_search(
     changed = {name: value for name, value in other_fields.items() if value != usual.get(name)}
     chosen: dict[str, Any] = {
         **vars(search_options),
+        "trials": total or TRIALS,
         "maximize": bool(search_options.maximize),
         "rungs": (search_options.rungs or RUNGS) if search_options.halving else None,
     }
@@ -209,7 +200,7 @@ def checked_search(
         patience=options.patience,
         evaluate_every=options.evaluate_every,
     )
-    return CheckedSearch(task_reference, plans, definition, total or TRIALS)
+    return task_reference, plans, definition
 
 
 def _refuse_options(options: Options, search_options: SearchOptions, jobs: JobOptions | None) -> None:
