@@ -128,6 +128,7 @@ def test_a_full_queue_is_waited_for_and_another_refusal_stops_the_study(
     with pytest.raises(refused, match=words):
         mine.start(0, request(tmp_path, 0))
     played.refusal = ""
+    assert mine.poll(0.0) == []
     mine.start(0, request(tmp_path, 0))
 
 
@@ -224,6 +225,17 @@ def test_how_a_job_ends(code: str, error: Exception | None, how: str, told: str,
         assert type(ended.error) is type(error)
         assert str(error) in str(ended.error)
     assert not mine.running
+
+
+@pytest.mark.parametrize("name", ["nearest", "Path", "__name__", 3, None])
+def test_what_a_job_has_written_is_not_called(name: object, played: Played, tmp_path: Path) -> None:
+    mine = trainings(tmp_path)
+    mine.start(0, request(tmp_path, 0))
+    logs = tmp_path / "trial-0000" / "logs"
+    (logs / "job-101.why").write_text(json.dumps({"error": name, "message": "x", "killed": False}))
+    (logs / "job-101.end").write_text("1")
+    [ended] = mine.poll(0.0)
+    assert ended.reason.startswith("its job 101 ended with exit code 1: grappe logs ")
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,6 @@ class SlurmTrainings:
         self._missing: dict[int, float] = {}
         self._queue: dict[int, slurm.Entry] = {}
         self._queried = self._read = 0.0
-        self._refused_until, self._refusal = 0.0, ""
         self._leaving = False
         self._query()
 
@@ -230,7 +229,7 @@ class SlurmTrainings:
         busy = self._jobs.keys() | self._queue.keys()
         if len(busy) >= self._parallel:
             raise NotNow(f"{len(busy) - len(self._jobs)} jobs of earlier trials are in the queue still")
-        if time.monotonic() < self._refused_until:
+        if self._refusal:
             raise NotNow(self._refusal)
         fields = tuple(f"{name}={text}" for name, text in request.task.texts.items())
         waits = ",".join(filter(None, [self._options.dependency, "singleton"]))
@@ -252,7 +251,6 @@ class SlurmTrainings:
             if not (self._queue or self._jobs or RETRYABLE.search(str(error).lower())):
                 raise
             self._refusal = f"sbatch takes no more jobs now: {first_line(error)}"
-            self._refused_until = time.monotonic() + jobs.QUERY_SECONDS
             raise NotNow(self._refusal) from error
         self._jobs[number] = submitted.job
 
@@ -281,7 +279,7 @@ class SlurmTrainings:
 
     def _query(self) -> None:
         """Asks Slurm for the study's jobs: one query for all. If a trial has two jobs, one is cancelled."""
-        self._queried = time.monotonic()
+        self._queried, self._refusal = time.monotonic(), ""  # sbatch is asked again, too
         entries = [(int(match[1]), entry) for entry in slurm.queue() if (match := self._name.fullmatch(entry.name))]
         queued, followed = {_id(entry) for _, entry in entries}, self._jobs.values()
         missing = [number for number, job in self._jobs.items() if job not in queued]
@@ -332,17 +330,17 @@ class SlurmTrainings:
         ended, run = f"its job {job} ended with exit code {code}", run_folder(self._study, number)
         if code == errors.EXIT_INTERRUPTED or code > SIGNALLED:
             return TrialEnd(number=number, outcome="killed", reason=ended)
-        try:  # the error that the job's process has left
+        kind, message, killed = None, "", False
+        with contextlib.suppress(OSError, RunError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            # The error that the job's process has left.
             record = json.loads(files.read_text(self._logs(number) / f"job-{job}.why", files.IN_PART))
-            error = getattr(errors, record["error"])(first_line(record["message"]))
-            killed = record["killed"] is True
-        except (OSError, errors.RunError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            error, killed = None, False
+            kind, message = getattr(errors, record["error"], None), first_line(record["message"])
+            killed = record.get("killed") is True
         if killed:
             return TrialEnd(number=number, outcome="killed", reason=KILLED)
-        if not isinstance(error, GrappeError):
+        if not (isinstance(kind, type) and issubclass(kind, GrappeError)):
             return TrialEnd(number=number, outcome="failed", reason=f"{ended}: grappe logs {run}")
-        return ended_by(number, error, f"job {job} of {run}: ")
+        return ended_by(number, kind(message), f"job {job} of {run}: ")
 
 
 def _id(entry: slurm.Entry) -> str:
