@@ -93,7 +93,7 @@ def test_a_grid_has_every_combination_and_wants_values(tmp_path: Path) -> None:
     assert grid(space) == cells
     search = dataclasses.replace(SEARCH, sampler="grid", space={name: str(axis) for name, axis in space.items()})
     assert [trial.fields for trial in played(tmp_path, search, 6)] == cells
-    with pytest.raises(UsageError, match=r"for example 'lr=0.001\|1.0'"):
+    with pytest.raises(UsageError, match=r"for example lr=0.001,1.0;"):
         grid(SPACE)
 
 

@@ -202,6 +202,6 @@ def _values(field: str, axis: Axis) -> Sequence[str]:
     if axis.integer and not axis.log and axis.high - axis.low < CELLS:
         return [str(value) for value in range(int(axis.low), int(axis.high) + 1)]
     raise UsageError(
-        f"{field}={axis}: a grid needs values, for example '{field}={axis.text(axis.low)}|{axis.text(axis.high)}'; "
+        f"{field}={axis}: a grid needs values, for example {field}={axis.text(axis.low)},{axis.text(axis.high)}; "
         "ranges are for --sampler random and tpe"
     )

@@ -100,7 +100,7 @@ def read_space(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], di
         else:
             space[name] = axis
     if not space:
-        raise UsageError("nothing is searched: give a range, lr=0.01..1:log, or values, batch_size=32|64|128")
+        raise UsageError("nothing is searched: give a range, lr=0.01..1:log, or values, batch_size=32,64,128")
     return space, fixed
 
 
