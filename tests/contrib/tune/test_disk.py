@@ -40,7 +40,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Study:
 
 def test_a_disk_that_is_full_while_trials_are_trained(disk: Path, undisturbed: Study) -> None:
     def watch(progress: Coordinator) -> None:
-        if progress.running and not (disk / "ballast").exists():
+        if progress.trainings.running and not (disk / "ballast").exists():
             fill(disk)
 
     with pytest.raises(RunError, match=r"No space left on device"):
