@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from grappe.contrib.tune.study import open_study
 from grappe.training.run import Run
-from grappe.verbs.tune.study import open_study
 
 TICKS = os.sysconf("SC_CLK_TCK")
 LOOK_SECONDS = 0.1

@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 
 import grappe
+from grappe.contrib.tune.study import Study
 from grappe.training.run import Run
-from grappe.verbs.tune.study import Study
 
 SPACE = {"lr": "0.001..3:log", "batch_size": "16|32|64|128"}
 

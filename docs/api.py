@@ -23,8 +23,8 @@ MODULES = ("grappe.data", "grappe.data.augment", "grappe.optimizers", "grappe.sl
 RETURNED = {
     "grappe.training.run:Run": ("folder", "read_description", "is_finished", "checkpoints", "latest", "records"),
     "grappe.step.scores:Scores": (),
-    "grappe.verbs.tune.study:Study": ("folder", "search", "trials", "best", "run_folder"),
-    "grappe.verbs.tune.study:Trial": (),
+    "grappe.contrib.tune.study:Study": ("folder", "search", "trials", "best", "run_folder"),
+    "grappe.contrib.tune.study:Trial": (),
     "grappe.verbs.verify.verify:PlanVerdict": (),
     "grappe.sites.slurm:Entry": (),
 }

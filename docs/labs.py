@@ -20,7 +20,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LABS = sorted((ROOT / "labs").glob("*.ipynb"))
-SHOWN = ("training/reporting.py", "training/watchers/console.py", "verbs/tune/tune.py", "verbs/lr_find", "notebook.py")
+SHOWN = (
+    "training/reporting.py",
+    "training/watchers/console.py",
+    "contrib/tune/tune.py",
+    "verbs/lr_find",
+    "notebook.py",
+)
 """Where the words are that the labs show most, in the package."""
 HEADING = re.compile(r"^(## Solution[^\n]*)\n*", re.MULTILINE)
 

@@ -51,6 +51,8 @@ FOLDERS = (
     "verbs/data/test_bench.py",
     "contrib/doctor/test_doctor.py",
     "contrib/export",
+    "contrib/tune/test_disk.py",
+    "contrib/tune/test_tune.py",
     "verbs/foresee/test_foresee.py",
     "verbs/foresee/test_measured_step.py",
     "verbs/foresee/test_run_forecast.py",
@@ -60,8 +62,6 @@ FOLDERS = (
     "verbs/submit/test_automatic_time.py",
     "verbs/submit/test_forecast.py",
     "verbs/submit/test_imports.py",
-    "verbs/tune/test_disk.py",
-    "verbs/tune/test_tune.py",
     "verbs/verify",
 )
 """Whole trainings, each under many plans, and what takes seconds by itself; a folder or a module."""
@@ -105,7 +105,7 @@ PARTS = {
     "artefacts": ARTEFACTS,
     "parity": ("parity", "gallery", "parallel"),
     "faults": ("faults",),
-    "slurm": ("slurm", "sites", "verbs/submit", "verbs/tune"),
+    "slurm": ("slurm", "sites", "verbs/submit", "contrib/tune"),
     "verbs": ("verbs", "contrib", "foresight", "optimizers"),
     "rest": ("",),
 }

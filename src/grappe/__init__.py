@@ -90,7 +90,7 @@ _LAZY = {
     "predict": "grappe.verbs.predict.predict",
     "load": "grappe.verbs.load",
     "load_models": "grappe.verbs.load",
-    "tune": "grappe.verbs.tune.tune",
+    "tune": "grappe.contrib.tune.tune",
     "verify": "grappe.verbs.verify.verify",
 }
 

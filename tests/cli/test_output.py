@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from grappe.cli import output
+from grappe.contrib.tune.space import Trial
+from grappe.contrib.tune.study import make_study
 from grappe.errors import UsageError
 from grappe.training.run import Run
 from grappe.verbs.runs import describe
-from grappe.verbs.tune.space import Trial
-from grappe.verbs.tune.study import make_study
+from tests.contrib.tune.test_study import SEARCH, filled
 from tests.training.test_training import train
 from tests.typed import grappe
-from tests.verbs.tune.test_study import SEARCH, filled
 
 WRITES = """
 import sys

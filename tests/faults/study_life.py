@@ -24,12 +24,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from grappe.contrib.tune.study import open_study
 from grappe.training.run import Run
-from grappe.verbs.tune.study import open_study
 from tests.commands import GRAPPE, Command, send, until
 
 ROOT = Path(__file__).parents[2]
-LINE = str(ROOT / "tests/verbs/tune/line.py")
+LINE = str(ROOT / "tests/contrib/tune/line.py")
 PLAN = "device=cpu,threads=1,workers=0"
 CODES = (0, 75, 130, -signal.SIGINT, -signal.SIGKILL)
 """Of a command that ends, or is ended: also by Ctrl-C before it can handle it."""

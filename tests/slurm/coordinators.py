@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.commands import Command
+from tests.contrib.tune import line
 from tests.patience import PATIENCE_SECONDS
-from tests.verbs.tune import line
 
 LINE = str(Path(line.__file__))
 SPACE = {"lr": "0.01..1:log", "width": "1|2"}

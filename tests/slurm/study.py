@@ -5,13 +5,14 @@ import os
 import sys
 from pathlib import Path
 
+from grappe.contrib.tune.coordinator import Coordinator
+from grappe.contrib.tune.space import SearchOptions
+from grappe.contrib.tune.tune import search
 from grappe.fields import split
 from grappe.launch.start import interrupted
 from grappe.plan import as_plan
 from grappe.sites.sbatch import JobOptions
-from grappe.verbs.tune.coordinator import SearchProgress
-from grappe.verbs.tune.space import SearchOptions
-from grappe.verbs.tune.tune import search
+from grappe.verbs.submit import jobs
 from tests.commands import MARK
 
 PLAN = "device=cpu,threads=1,workers=0"
@@ -24,11 +25,12 @@ def main(study: str, task: str, wanted: str, *words: str) -> int:
         wanted: the search, as JSON.
         words: the fields, and options of sbatch.
     """
+    jobs.QUERY_SECONDS = 1.0
     os.environ.pop(MARK, None)  # jobs inherit variables, and outlive the command that this one marks
     sbatch = tuple(word for word in words if word.startswith("--"))
     said = ""
 
-    def watch(progress: SearchProgress) -> None:
+    def watch(progress: Coordinator) -> None:
         nonlocal said
         if progress.waiting != said:
             said = progress.waiting
@@ -41,7 +43,6 @@ def main(study: str, task: str, wanted: str, *words: str) -> int:
         SearchOptions(**json.loads(wanted)),
         Path(study),
         jobs=JobOptions(site="generic", time="10m", doctor=False, sbatch=sbatch),
-        query_every=1.0,
         watch=watch,
     )
     if found.best is not None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from grappe import slurm as notebook
+from grappe.contrib.tune.study import open_study
 from grappe.sites import slurm
-from grappe.verbs.tune.study import open_study
 from tests.commands import SLOW
 from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
@@ -42,7 +42,7 @@ def test_a_study_of_more_jobs_than_one_may_have(accounted: Cluster, tmp_path: Pa
     limit = ("sacctmgr", "-i", "modify", "user", getpass.getuser(), "set")
     accounted.run(*limit, "MaxSubmitJobs=1")
     try:
-        with coordinator(tmp_path / "s", *words(tmp_path / "not there"), trials=3) as command:
+        with coordinator(tmp_path / "s", *words(tmp_path / "not there"), trials=3, seed=2) as command:
             says(command, "waiting: sbatch takes no more jobs now: ")
             ends(command)
     finally:

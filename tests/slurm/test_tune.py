@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import grappe
+from grappe.contrib.tune.study import Study, open_study
 from grappe.errors import EXIT_INTERRUPTED, EXIT_OK
 from grappe.training.run import Run
-from grappe.verbs.tune.study import Study, open_study
 from tests.commands import until
 from tests.faults.study_life import in_training, outcome
 from tests.slurm.cluster import Cluster

@@ -11,6 +11,7 @@ import torch
 
 import grappe
 from grappe import Arrays, Task, finder
+from grappe.contrib.tune.space import read_space
 from grappe.data.draw import sample_keys
 from grappe.errors import DataError, TaskError, UsageError
 from grappe.task import fields
@@ -20,7 +21,6 @@ from grappe.tasks.digits import Digits
 from grappe.tasks.fashion_mnist import FashionMnist
 from grappe.tasks.pysource import IGNORED, PySource
 from grappe.training.run import Run
-from grappe.verbs.tune.space import read_space
 from tests import idx_files
 from tests.rates import rates
 from tests.training.test_training import train

@@ -27,7 +27,6 @@ from grappe.sites import slurm
 from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.training.options import Options
 from grappe.verbs.submit.resources import Submission, allocation, line_in_allocation
-from grappe.verbs.tune.space import SearchOptions
 
 if TYPE_CHECKING:
     from grappe.sites.script import Script
@@ -173,7 +172,6 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
     values: dict[str, Any] = bound.arguments
     plans = values.get("plan") or ""
     data, options = values.get("data"), values.get("options")
-    search: SearchOptions = values.get("search") or SearchOptions()
     if words[0] == TUNE and getattr(values.get("job"), "site", None) is not None:
         raise UsageError(
             "grappe tune --site submits a job for each trial, and itself runs on the login node: leave submit out"
@@ -189,7 +187,7 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
         run=values.get("run"),
         epochs_done=values.get("epochs_done") or 0,
         data=str(data) if data is not None else None,
-        parallel=search.parallel,
+        parallel=getattr(values.get("search"), "parallel", 1),
         study=values.get("study"),
         loggers=tuple(getattr(options, "log", ())),
         options=options if words[0] == TRAIN and options is not None else Options(),

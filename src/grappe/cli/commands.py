@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from grappe import extensions
-from grappe.cli import cluster, completion, images, measuring, output, tuning  # noqa: F401 (their commands)
+from grappe.cli import cluster, completion, images, measuring, output  # noqa: F401 (their commands)
 from grappe.cli import exit as entry_point
 from grappe.cli.application import (
     OPTIONS,

@@ -16,17 +16,18 @@ import torch
 import tests.parity.tasks
 from grappe.checkpoint.commit import write_json
 from grappe.checkpoint.lease import Lease
+from grappe.contrib.tune.journal import importance
+from grappe.contrib.tune.space import Trial
+from grappe.contrib.tune.study import make_study
 from grappe.errors import RunError, UsageError
 from grappe.training.run import CODE, SCORES, Run
 from grappe.verbs.load import load
 from grappe.verbs.report.predictions import histogram
 from grappe.verbs.report.report import compared, gather, html, live, report, thinned
-from grappe.verbs.tune.space import Trial
-from grappe.verbs.tune.study import importance, make_study
 from tests import chromium
+from tests.contrib.tune.test_study import SEARCH, filled
 from tests.parity.tasks import Images
 from tests.training.test_training import train
-from tests.verbs.tune.test_study import SEARCH, filled
 
 ROWS = "document.querySelectorAll('#results tr')"
 HOSTILE = "</script><script>console.error('run')</script><img src=x onerror=console.error(1)>@@CODE@@"
@@ -320,7 +321,7 @@ def test_a_study(browser: chromium.Browser, tmp_path: Path) -> None:
     assert "digits: 15 complete, 4 paused, 1 failed, 1 open. Best: trial 9, accuracy 1." in text
     paths = "[...document.querySelectorAll('figure')][0].querySelectorAll('path').length"
     assert browser.evaluate(paths) == 21
-    shares = importance(study)
+    shares = importance(study.search, study.trials)
     assert max(shares, key=lambda name: shares[name]) in ("lr", "width")
     assert sum(shares.values()) == pytest.approx(1.0)
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grappe import extensions
 from grappe.checkpoint.commit import LARGEST_JSON, read_json
 from grappe.errors import RunError, UsageError
 from grappe.errors.foreign_text import entries, html_text, number, objects, printable
@@ -24,9 +25,6 @@ from grappe.launch import files
 from grappe.launch.terminal import progress
 from grappe.training.run import CODE, SCORES, USAGE, Run
 from grappe.verbs.submit.jobs import failure_notes
-from grappe.verbs.tune.space import Choices, Range, of_texts
-from grappe.verbs.tune.study import FILE as STUDY
-from grappe.verbs.tune.study import best_of, importance, open_study
 from grappe.words import plan_name
 
 if TYPE_CHECKING:
@@ -112,8 +110,8 @@ def gather(
     """
     runs, measurements, searches, studies = list[Run](), [], [], []
     for place in places:
-        if files.kind(place / STUDY) == "file":
-            studies.append(gather_study(place))
+        if study := _study_in(place):
+            studies.append(study)
         elif place.is_file() and place.suffix == ".json":
             content = _read_measurement(place)
             (searches if content["kind"] == "lr-find" else measurements).append(content)
@@ -138,6 +136,12 @@ def gather(
         "results": results, "runs": gathered, "measurements": measurements, "learning_rates": searches,
         "studies": studies, "code": _changed_code(runs),
     }  # fmt: skip
+
+
+def _study_in(place: Path) -> dict[str, Any] | None:
+    """Gathers the study in a folder, by the extension that makes such folders; None: it is none's."""
+    parts = [extensions.module(name, "report") for name in extensions.having("report")]
+    return next((part.gather_study(place) for part in parts if files.kind(place / part.FILE) == "file"), None)
 
 
 def _changed_code(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -287,65 +291,6 @@ def thinned(curve: Points, points: int = POINTS) -> Points:
     if kept[-1] != curve[-1]:
         kept.append(curve[-1])
     return kept
-
-
-def gather_study(folder: Path) -> dict[str, Any]:
-    """Gathers a study as plain JSON: its axes, and its trials with their places between 0 and 1.
-
-    Raises:
-        RunError: the folder is no study, or a damaged one.
-    """
-    study = open_study(folder)
-    trials, search = study.trials, study.search
-    space = of_texts(search.space)
-    best = best_of(search, trials)
-    values = [trial.rungs[-1] for trial in trials if trial.rungs]
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    rows = []
-    for trial in trials:
-        value = trial.rungs[-1] if trial.rungs else None
-        rows.append(
-            {
-                "number": trial.number,
-                "state": trial.state,
-                "reason": trial.reason,
-                "value": value,
-                "at_value": None if value is None else (value - low) / (high - low) if high > low else 0.5,
-                "rungs": f"{len(trial.rungs)} of {search.rungs}",
-                "texts": [trial.fields[name] for name in space],
-                "at": [_place(axis, trial.fields[name]) for name, axis in space.items()],
-                "best": trial is best,
-            }
-        )
-    axes = []
-    for name, axis in space.items():
-        ends = axis.texts if isinstance(axis, Choices) else (axis.text(axis.low), axis.text(axis.high))
-        axes.append({"name": name, "ends": [ends[0], ends[-1]]})
-    return {
-        "name": folder.resolve().name,
-        "task": search.task,
-        "metric": search.metric,
-        "maximize": search.maximize,
-        "axes": axes,
-        "ends": [low, high],
-        "trials": rows,
-        "importance": importance(study),
-    }
-
-
-def _place(axis: Range | Choices, text: str) -> float | None:
-    """The place of a value on its axis, from 0 to 1; None: it is not on it."""
-    if isinstance(axis, Choices):
-        return axis.texts.index(text) / max(1, len(axis.texts) - 1) if text in axis.texts else None
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    low, high = axis.low, axis.high
-    if axis.log:
-        low, high, value = (math.log(end) if end > 0 else -math.inf for end in (low, high, value))
-    place = (value - low) / (high - low)
-    return min(1.0, max(0.0, place)) if math.isfinite(place) else None
 
 
 def _read_measurement(file: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from grappe import engines, finder
+from grappe import engines, extensions, finder
 from grappe.errors import GrappeError, RunError, TaskError, UsageError
 from grappe.errors.causes import unfit_packages
 from grappe.fields import NumberRange, split
@@ -294,9 +294,7 @@ def _check_task(submission: Submission, plans: Iterable[Plan], *, existing: bool
             raise
         return
     if submission.command == TUNE:
-        from grappe.verbs.tune.space import read_space
-
-        read_space(task, texts)
+        extensions.module(TUNE, "space").read_space(task, texts)
     else:
         finder.make(task, texts)
     if existing:

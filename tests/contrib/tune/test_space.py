@@ -2,9 +2,9 @@
 
 import pytest
 
+from grappe.contrib.tune.space import Choices, Range, as_texts, read_space
 from grappe.errors import UsageError
-from grappe.verbs.tune.space import Choices, Range, as_texts, read_space
-from tests.verbs.tune.line import Line
+from tests.contrib.tune.line import Line
 
 
 def test_ranges_values_and_fixed_fields() -> None:
@@ -16,6 +16,11 @@ def test_ranges_values_and_fixed_fields() -> None:
         "batch_size": Choices(texts=("8", "16")),
     }
     assert fixed == {"epochs": "2", "how": "well"}
+    commas = {"batch_size": "8, 16", "lr": "0.1,0.2", "how": "well,nan"}
+    assert {name: str(axis) for name, axis in read_space(Line, commas)[0].items()} == {
+        "batch_size": "8|16", "lr": "0.1|0.2", "how": "well|nan"
+    }  # fmt: skip
+    assert read_space(Line, {"while_there": "a,b", "lr": "0.1,0.2"})[1] == {"while_there": "a,b"}  # a text's own comma
     assert read_space(Line, {name: str(axis) for name, axis in space.items()})[0] == space
 
 
@@ -33,6 +38,7 @@ def test_ranges_values_and_fixed_fields() -> None:
         ("width", "1.5..3", "width=1.5..3: 1.5 is not a whole number"),
         ("width", f"1..{10**400}", "a whole number below 2^63"),
         ("batch_size", "8|x", "x is not a whole number"),
+        ("batch_size", "8,16,", "an empty value is not a whole number"),
         ("batch_size", "8|8", "a value is given twice"),
         ("how", "well|badly", "badly is not one of well, nan"),
         ("lr", "0.1", "nothing is searched"),
@@ -57,4 +63,4 @@ def test_a_number_is_short_and_stays_in_its_range() -> None:
     assert float(axis.text(1 / 3)) >= axis.low
     assert float(axis.text(2 / 3)) <= axis.high
     whole = Range(low=1, high=4, integer=True, log=True)
-    assert {whole.text(whole.at(part / 100)) for part in range(101)} == {"1", "2", "3", "4"}
+    assert {whole.text(value) for value in range(1, 5)} == {"1", "2", "3", "4"}

@@ -7,11 +7,11 @@ import pytest
 
 import grappe
 from grappe.checkpoint.lease import Lease
+from grappe.contrib.tune.study import Study
 from grappe.errors import RunError
 from grappe.training.run import Run
 from grappe.verbs.evaluate import evaluate
-from grappe.verbs.tune.study import Study
-from tests.verbs.tune.line import Line
+from tests.contrib.tune.line import Line
 
 
 def rows(study: Study) -> list[tuple]:
@@ -44,7 +44,7 @@ def test_a_study_goes_on_with_more_trials_and_less_at_a_time(whole: Study, tmp_p
     assert rows(first) == rows(whole)[:3]
     with (first.run_folder(2) / "metrics.jsonl").open("ab") as stream:
         stream.write(b'{"kind": "evaluation", "st')  # half a line
-    journal = tmp_path / "s" / "optuna.jsonl"
+    journal = tmp_path / "s" / "trials.jsonl"
     journal.write_bytes(journal.read_bytes()[:-9])  # what the last trial came to is half written
     assert [one.state for one in first.trials] == ["complete", "complete", "open"]
     assert rows(searched(tmp_path / "s", trials=5, parallel=1)) == rows(whole)
@@ -73,7 +73,7 @@ def test_failures_are_rows_with_their_reason(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "much"])
 def test_an_objective_that_is_no_number_is_a_reason(whole: Study, value: object) -> None:
-    from grappe.verbs.tune.coordinator import result_of
+    from grappe.contrib.tune.coordinator import result_of
 
     trial = whole.trials[0]
     metrics = whole.run_folder(0) / "metrics.jsonl"

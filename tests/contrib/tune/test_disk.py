@@ -9,23 +9,23 @@ from pathlib import Path
 import pytest
 
 from grappe.checkpoint.lease import STALE_SECONDS, Lease
+from grappe.contrib.tune import journal as journal_module
+from grappe.contrib.tune.coordinator import Coordinator
+from grappe.contrib.tune.space import SearchOptions
+from grappe.contrib.tune.study import Study, open_study
+from grappe.contrib.tune.tune import search
 from grappe.errors import RunError
 from grappe.plan import Plan
 from grappe.training.run import Run
-from grappe.verbs.tune import journal as journal_module
-from grappe.verbs.tune.coordinator import SearchProgress
-from grappe.verbs.tune.space import SearchOptions
-from grappe.verbs.tune.study import Study, open_study
-from grappe.verbs.tune.tune import search
+from tests.contrib.tune.line import Line
 from tests.small_disk import fill
-from tests.verbs.tune.line import Line
 
 SPACE = {"lr": "0.01..1:log", "width": "1|2|3"}
 TASK = Line(epochs=2)
 PLAN = Plan.parse("device=cpu,threads=1,workers=0")
 
 
-def searched(folder: Path, watch: Callable[[SearchProgress], None] = lambda progress: None) -> Study:
+def searched(folder: Path, watch: Callable[[Coordinator], None] = lambda progress: None) -> Study:
     return search(TASK, SPACE, PLAN, SearchOptions(trials=3, parallel=2), folder, watch=watch)[0]
 
 
@@ -39,8 +39,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Study:
 
 
 def test_a_disk_that_is_full_while_trials_are_trained(disk: Path, undisturbed: Study) -> None:
-    def watch(progress: SearchProgress) -> None:
-        if progress.running and not (disk / "ballast").exists():
+    def watch(progress: Coordinator) -> None:
+        if progress.trainings.running and not (disk / "ballast").exists():
             fill(disk)
 
     with pytest.raises(RunError, match=r"No space left on device"):
@@ -74,7 +74,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, words: bytes, times: int) -> list[
 def test_a_result_that_cannot_be_written_ends_the_study_and_loses_nothing(
     tmp_path: Path, undisturbed: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusing(monkeypatch, b'"trial_id":0,"step"', 99)
+    refusing(monkeypatch, b'"state": "complete"', 99)
     with pytest.raises(RunError, match=r"No space left on device: free some space, .*then start the same"):
         searched(tmp_path / "s")
     monkeypatch.undo()
@@ -86,7 +86,7 @@ def test_a_trial_that_cannot_be_written_before_it_starts_is_drawn_again(
     tmp_path: Path, undisturbed: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk has room again at once: nothing more is started, or drawn of what a failed write has left."""
-    refused = refusing(monkeypatch, b'"trial_id":2,"param_name"', 1)
+    refused = refusing(monkeypatch, b'"number": 2', 1)
     with pytest.raises(RunError, match=r"No space left on device"):
         searched(tmp_path / "s")
     assert refused and not (tmp_path / "s" / "trial-0002").exists()
@@ -98,13 +98,13 @@ def test_a_clock_that_was_set(hours: int, tmp_path: Path, undisturbed: Study, mo
     """In the middle of a study; and before a coordinator, beside the lease of one that is dead."""
     true = time.time
 
-    def watch(progress: SearchProgress) -> None:
+    def watch(progress: Coordinator) -> None:
         if len(progress.trials) == 3:
             monkeypatch.setattr(time, "time", lambda: true() + hours * 3600)
 
     assert rows(searched(tmp_path / "s", watch)) == rows(undisturbed)
     assert abs(time.time() - true()) > STALE_SECONDS
-    journal = tmp_path / "s" / "optuna.jsonl"
+    journal = tmp_path / "s" / "trials.jsonl"
     journal.write_bytes(journal.read_bytes()[:-1])
     dead = Lease(tmp_path / "s", clock=time.time)
     dead._write()

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 from grappe.checkpoint.commit import LARGEST_LIST, read_json, write_json
+from grappe.contrib.tune.journal import Journal
+from grappe.contrib.tune.space import SearchDefinition, Trial
 from grappe.errors import RunError, UsageError
 from grappe.fields import from_json
 from grappe.launch import files
 from grappe.table import Table, Tabular
-from grappe.verbs.tune.journal import Journal, find_optuna
-from grappe.verbs.tune.space import SearchDefinition, Trial
 
 FILE = "study.json"
 KIND = "tune"
-FEWEST_COMPLETE = 8
-"""Complete trials, below which nothing can be said about the importance of fields."""
-ADOPTED = ("fixed_fields", "parallel", "threads")
+EARLIER = ("optuna.jsonl", "trials")
+"""Entries that only the folders of studies of earlier versions have."""
+ADOPTED = ("fixed_fields", "trials", "parallel", "threads")
 """Fields that a study keeps when it is continued, whatever --parallel and the machine are now."""
 
 
@@ -28,7 +26,7 @@ class Study(Tabular):
     """A search's folder, which one coordinator writes at a time.
 
     Attributes:
-        folder: with study.json, optuna.jsonl (what the trials came to) and the trials' runs, trial-0000 and so on.
+        folder: with study.json, trials.jsonl (what the trials came to) and the trials' runs, trial-0000 and so on.
         search: what is searched.
     """
 
@@ -41,7 +39,6 @@ class Study(Tabular):
 
         Raises:
             RunError: the journal is damaged.
-            UsageError: Optuna is not installed.
         """
         return Journal(self.folder, self.search).trials
 
@@ -76,7 +73,7 @@ def best_of(search: SearchDefinition, trials: Sequence[Trial]) -> Trial | None:
     """The complete trial with the best objective; of equal ones the first. None: there is none."""
     sign = -1.0 if search.maximize else 1.0
     complete = [trial for trial in trials if trial.value is not None]
-    return min(complete, key=lambda trial: (sign * (trial.value or 0.0), trial.number), default=None)
+    return min(complete, key=lambda trial: sign * (trial.value or 0.0), default=None)
 
 
 def open_study(folder: Path) -> Study:
@@ -89,18 +86,18 @@ def open_study(folder: Path) -> Study:
     files.refuse_link(file)
     if not file.is_file():
         raise RunError(f"{folder} is not a study (no {FILE}). grappe tune TASK … --study {folder} makes one")
+    if any(files.kind(folder / name) for name in EARLIER):
+        raise RunError(
+            f"{folder} is a study of an earlier version of grappe: its runs stay as they are; give another --study"
+        )
     content = read_json(file, largest=LARGEST_LIST)
     kind = content.pop("kind", None)
     try:
         search = from_json(SearchDefinition, content)
-    except ValueError as error:
+    except (ValueError, UsageError) as error:
         raise RunError(f"{file} is damaged, or not of this version of grappe ({error})") from error
     if kind != KIND or not content.keys() <= {field.name for field in dataclasses.fields(SearchDefinition)}:
         raise RunError(f"{file} is damaged, or not of this version of grappe")
-    if files.kind(folder / "trials"):
-        raise RunError(
-            f"{folder} is a study of an earlier version of grappe: its runs stay as they are; give another --study"
-        )
     return Study(folder, search)
 
 
@@ -119,53 +116,31 @@ def make_study(folder: Path, search: SearchDefinition) -> Study:
                 raise RunError(f"{folder} holds {others[0]} and is not a study: give an empty or a new folder")
             write_json(folder / FILE, {"kind": KIND, **dataclasses.asdict(search)})
         study = open_study(folder)
-        _refuse_other_search(study, search)
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error.strerror}: give another with --study") from error
+    _refuse_other_search(study, search)
     return study
 
 
 def _refuse_other_search(study: Study, search: SearchDefinition) -> None:
     """Raises UsageError at the first difference between the study's search and this command's."""
-    there = study.search
-
-    def refuse(verb: str, before: str, now: str) -> NoReturn:
-        raise UsageError(
-            f"the study {study.folder} {verb} {before}, and this command {now}: give what the study has, or another "
-            "--study"
-        )
-
-    def option(name: str, value: Any) -> str:
-        if name == "maximize":
-            return "--maximize" if value else "--minimize"
-        if name == "task":
-            return f"the task {value}"
-        words = f"--{name.replace('_', '-')}"
-        return f"{words} {value}" if value not in (None, "") else f"no {words}"
-
-    for verb, before, now in (("searches", there.space, search.space), ("has", there.fields, search.fields)):
-        for name in sorted({*before, *now}):
-            # A field that the task did not have then was what its default is now.
-            new = now is search.fields and name not in before and name not in search.fixed_fields
-            if before.get(name) != now.get(name) and not new:
-                refuse(verb, *(f"{name}={of[name]}" if name in of else f"no {name}" for of in (before, now)))
-    values = dataclasses.asdict(search)
-    for name, value in dataclasses.asdict(there).items():
-        if name not in (*ADOPTED, "fields") and value != values[name]:
-            refuse("has", option(name, value), option(name, values[name]))
+    there, now = _as_given(study.search), _as_given(search)
+    for name in there | now:
+        # A field that the task did not have then was what its default is now.
+        new = name in search.fields and name not in there and name not in search.fixed_fields
+        if there.get(name) != now.get(name) and not new:
+            before, after = (words.get(name, f"no {name}") for words in (there, now))
+            raise UsageError(
+                f"the study {study.folder} has {before}, and this command {after}: give what the study has, or another "
+                "--study"
+            )
 
 
-def importance(study: Study) -> dict[str, float]:
-    """The share of each field in being a good trial; {} of too few trials.
-
-    By PED-ANOVA (Watanabe et al. 2023).
-    """
-    journal = Journal(study.folder, study.search)
-    complete = sum(trial.state == "complete" for trial in journal.trials)
-    if complete < FEWEST_COMPLETE or len(study.search.space) < 2:
-        return {}
-    importances = find_optuna().importance
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the evaluator is new
-        shares = importances.get_param_importances(journal.study, evaluator=importances.PedAnovaImportanceEvaluator())
-    return {name: float(shares.get(name, 0.0)) for name in study.search.space}
+def _as_given(search: SearchDefinition) -> dict[str, str]:
+    """The parts of a search as a user writes them, by name."""
+    words = {name: f"{name}={value}" for name, value in sorted({**search.space, **search.fields}.items())}
+    options = {name: value for name, value in vars(search).items() if name not in (*ADOPTED, "space", "fields")}
+    switch = "--maximize" if options.pop("maximize") else "--minimize"
+    words |= {"the task": f"the task {options.pop('task')}", "--minimize": switch}
+    options = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    return words | {name: f"{name} {value}" for name, value in options.items() if value not in (None, "")}

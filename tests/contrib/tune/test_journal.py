@@ -5,15 +5,14 @@ import random
 import sys
 from pathlib import Path
 
-import optuna
 import pytest
 
+from grappe.contrib.tune.journal import FILE, STARTUP, Journal, grid
+from grappe.contrib.tune.space import SearchDefinition, Trial, read_space
+from grappe.contrib.tune.tune import tune
 from grappe.errors import UsageError
-from grappe.verbs.tune.journal import FILE, NAME, STARTUP, Journal, grid, rung_parts
-from grappe.verbs.tune.space import SearchDefinition, Trial, read_space
-from grappe.verbs.tune.tune import tune
-from tests.verbs.tune.line import Line
-from tests.verbs.tune.test_study import SEARCH as STUDY
+from tests.contrib.tune.line import Line
+from tests.contrib.tune.test_study import SEARCH as STUDY
 
 SPACE, _ = read_space(Line, {"lr": "0.001..1:log", "width": "1..64", "batch_size": "8|16"})
 SEARCH = dataclasses.replace(STUDY, fields={}, space={name: str(axis) for name, axis in SPACE.items()})
@@ -27,17 +26,15 @@ def objective(trial: Trial) -> float:
 def played(folder: Path, search: SearchDefinition, total: int, *, failing: int = -1) -> list[Trial]:
     """Plays a study, one trial at a time, whose coordinator is killed after each operation."""
 
-    def restarted() -> Journal:
-        return Journal(folder, search, writes=True)
-
-    while (journal := restarted()).open or len(journal.trials) < total:
+    folder.mkdir(exist_ok=True)
+    while (journal := Journal(folder, search)).open or len(journal.trials) < total:
         number = next(iter(journal.open), None)
         if number is None:
             number = journal.ask()
         elif number == failing:
             journal.fail(number, reason="bad luck")
         else:
-            trial = journal.trial(number)
+            trial = journal.trials[number]
             chance = random.Random(f"{number}/{len(trial.rungs)}").random() / 5 / (len(trial.rungs) + 1)
             journal.report(number, objective(trial) + chance, 9)
     return journal.trials
@@ -48,7 +45,7 @@ def test_a_seed_repeats_one_at_a_time_through_kills(sampler: str, tmp_path: Path
     search = dataclasses.replace(SEARCH, sampler=sampler, seed=3)
     first = played(tmp_path, search, 20, failing=4)
     (journal := tmp_path / "whole").mkdir()
-    whole = Journal(journal, search, writes=True)
+    whole = Journal(journal, search)
     for number in range(20):
         assert whole.ask() == number
         if number == 4:
@@ -67,7 +64,7 @@ def test_tpe_learns(tmp_path: Path) -> None:
 
 
 def test_random_trials_fill_the_space(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, SEARCH, writes=True)
+    journal = Journal(tmp_path, SEARCH)
     for _ in range(100):
         journal.ask()
     drawn = [trial.fields for trial in journal.trials]
@@ -86,8 +83,8 @@ def test_of_three_one_goes_on(tmp_path: Path) -> None:
     assert len(trials[0].rungs) == 3, "the first has nobody to be compared with"
     for trial in trials:
         assert trial.state == {0: "failed", 3: "complete"}.get(len(trial.rungs), "paused")
-    assert [str(part) for part in rung_parts(HALVING)] == ["1/9", "1/3", "1"]
-    assert [str(part) for part in rung_parts(SEARCH)] == ["1"]
+    assert [str(part) for part in HALVING.parts] == ["1/9", "1/3", "1"]
+    assert [str(part) for part in SEARCH.parts] == ["1"]
 
 
 def test_a_grid_has_every_combination_and_wants_values(tmp_path: Path) -> None:
@@ -96,19 +93,28 @@ def test_a_grid_has_every_combination_and_wants_values(tmp_path: Path) -> None:
     assert grid(space) == cells
     search = dataclasses.replace(SEARCH, sampler="grid", space={name: str(axis) for name, axis in space.items()})
     assert [trial.fields for trial in played(tmp_path, search, 6)] == cells
-    with pytest.raises(UsageError, match=r"for example 'lr=0.001\|0.01\|0.1\|1.0'"):
+    with pytest.raises(UsageError, match=r"for example lr=0.001,1.0;"):
         grid(SPACE)
 
 
-def test_what_optuna_enqueues_is_next(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, SEARCH, writes=True)
+def test_a_trial_whose_last_line_is_removed_is_open_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, SEARCH)
     journal.fail(journal.ask(), reason="bad luck")
-    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / FILE))
-    study = optuna.load_study(study_name=NAME, storage=optuna.storages.JournalStorage(backend))
-    study.enqueue_trial(study.trials[0].params)
-    journal = Journal(tmp_path, SEARCH, writes=True)
-    assert len(journal.trials) == 1 and not journal.open
-    assert journal.trial(journal.ask()).fields == journal.trial(0).fields
+    failed = journal.trials[0]
+    first, _ = (tmp_path / FILE).read_text().splitlines(keepends=True)
+    (tmp_path / FILE).write_text(first)
+    assert Journal(tmp_path, SEARCH).trials == [dataclasses.replace(failed, state="open", reason="")]
+
+
+def test_a_journal_cut_anywhere_goes_on(tmp_path: Path) -> None:
+    """As a power cut leaves it: the operations whose lines are complete are there, and none is lost after that."""
+    whole = played(tmp_path / "whole", HALVING, 6, failing=2)
+    content = (tmp_path / "whole" / FILE).read_bytes()
+    (tmp_path / "cut").mkdir()
+    for size in range(0, len(content), 41):
+        (tmp_path / "cut" / FILE).write_bytes(content[:size])
+        assert played(tmp_path / "cut", HALVING, 6, failing=2) == whole
+        assert (tmp_path / "cut" / FILE).read_bytes() == content
 
 
 def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

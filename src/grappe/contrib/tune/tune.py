@@ -8,6 +8,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grappe import engines
+from grappe.contrib.tune.coordinator import Coordinator, with_fields
+from grappe.contrib.tune.journal import find_optuna, grid
+from grappe.contrib.tune.space import (
+    PLAN,
+    RUNGS,
+    TRIALS,
+    Choices,
+    SearchDefinition,
+    SearchOptions,
+    as_texts,
+    read_space,
+)
+from grappe.contrib.tune.study import Study, make_study
+from grappe.contrib.tune.trainings import LocalTrainings, SlurmTrainings
 from grappe.errors import UsageError, nearest
 from grappe.fields import text_of
 from grappe.finder import defaults
@@ -20,15 +34,6 @@ from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.run import new_folder
 from grappe.training.task_reference import TaskReference, field_texts
-from grappe.verbs.submit.jobs import QUERY_SECONDS
-from grappe.verbs.tune.coordinator import Coordinator, SearchProgress, with_fields
-from grappe.verbs.tune.journal import find_optuna, grid
-from grappe.verbs.tune.space import PLAN, RUNGS, Choices, SearchDefinition, SearchOptions, as_texts, read_space
-from grappe.verbs.tune.study import Study, make_study
-from grappe.verbs.tune.trainings import LocalTrainings, SlurmTrainings, Trainings
-
-TRIALS = 20
-"""Number of trials of a search that has no end of its own, as a grid has."""
 
 
 def tune(
@@ -102,8 +107,7 @@ def search(
     data: Path | str | None = None,
     options: Options | None = None,
     jobs: JobOptions | None = None,
-    query_every: float = QUERY_SECONDS,
-    watch: Callable[[SearchProgress], None] = lambda progress: None,
+    watch: Callable[[Coordinator], None] = lambda progress: None,
 ) -> tuple[Study, bool]:
     """Does what `tune` does; returns whether all trials have ended, too.
 
@@ -111,37 +115,22 @@ def search(
         texts: by field a range, values, or one text, which it has in all trials.
         runs: where a new study's folder is made, if `folder` is None.
         jobs: of each trial's Slurm job; None: trials are trained in processes of this machine.
-        query_every: seconds between queries to Slurm.
     """
     options = options or Options()
-    checked = checked_search(task, texts, plan, search_options, options=options, jobs=jobs)
-    name = checked.task.name
+    task_reference, plans, definition = checked_search(task, texts, plan, search_options, options, jobs)
+    name = task_reference.name
     study = make_study(
-        folder or new_folder(runs, f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study"), checked.definition
+        folder or new_folder(runs, f"{name}-study" if ":" in name else f"x:{Path(name).stem}-study"), definition
     )
-    threads = study.search.threads
-    plan = dataclasses.replace(plan, threads=threads) if threads else plan
-    request = Request(task=checked.task, plan=plan, data=data_folder(data), options=options, quiet=True)
+    plan = dataclasses.replace(plan, threads=study.search.threads or plan.threads)
+    request = Request(task=task_reference, plan=plan, data=data_folder(data), options=options, quiet=True)
     parallel = search_options.parallel
     if jobs is not None:
-        trainings: Trainings = SlurmTrainings(study.folder, jobs, parallel=parallel, query_every=query_every)
+        trainings = SlurmTrainings(study.folder, jobs, parallel=parallel)
     else:
-        limited = options.time_limit is not None
-        trainings = LocalTrainings(parallel=parallel, limited=limited, plans=checked.plans)
-    coordinator = Coordinator(study, request, trainings, parallel=parallel, total=checked.total, watch=watch)
-    return study, coordinator.run()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckedSearch:
-    """A search whose options go together; no folder was made for it."""
-
-    task: TaskReference
-    definition: SearchDefinition
-    plans: Sequence[Plan]
-    """Plans of the trials."""
-    total: int
-    """Number of trials."""
+        trainings = LocalTrainings(parallel=parallel, limited=options.time_limit is not None, plans=plans)
+    total = definition.trials
+    return study, Coordinator(study, request, trainings, parallel=parallel, total=total, watch=watch).run()
 
 
 def checked_search(
@@ -149,17 +138,17 @@ def checked_search(
     texts: Mapping[str, str],
     plan: Plan,
     search_options: SearchOptions,
-    *,
     options: Options,
     jobs: JobOptions | None = None,
-) -> CheckedSearch:
-    """Checks the arguments of `search`, and makes nothing.
+) -> tuple[TaskReference, Sequence[Plan], SearchDefinition]:
+    """Checks the arguments of `search`, and makes nothing; returns the plans of the trials, too.
 
     Raises:
         GrappeError: an argument is wrong.
     """
     _refuse_options(options, search_options, jobs)
-    find_optuna()
+    if search_options.sampler != "grid":
+        find_optuna()
     task_reference = TaskReference.of(task)
     space, fixed = read_space(type(task_reference.resolve()), texts)
     task_reference = with_fields(task_reference, fixed)
@@ -183,38 +172,35 @@ def checked_search(
         if total is not None and total > cells:
             raise UsageError(f"--trials={total}: the grid has {cells} cells; leave --trials out for all of them")
         total = total or cells
-    total = total or TRIALS
-    halving, rungs = search_options.halving, (search_options.rungs or RUNGS) if search_options.halving else 1
     if jobs is not None and task_reference.value is not None:
         raise UsageError("jobs start when this program may have ended: give the task by its file, task.py:Name")
     threads = None
     if jobs is None and plan.threads is None and not plan.exact:
         from grappe.launch.world import cores
 
-        processes = search_options.parallel * max(each.processes for each in plans)
-        threads = max(1, cores() // processes)
+        threads = max(1, cores() // (search_options.parallel * max(each.processes for each in plans)))
     other_fields = {name: value for name, value in field_texts(task_value).items() if name not in space}
     usual = defaults(type(task_value))
     changed = {name: value for name, value in other_fields.items() if value != usual.get(name)}
+    chosen: dict[str, Any] = {
+        **vars(search_options),
+        "trials": total or TRIALS,
+        "maximize": bool(search_options.maximize),
+        "rungs": (search_options.rungs or RUNGS) if search_options.halving else None,
+    }
     definition = SearchDefinition(
+        **chosen,
         task=task_reference.name,
         fields=other_fields,
         fixed_fields={name: "none" if value is None else str(value) for name, value in changed.items()},
         space={name: str(axis) for name, axis in space.items()},
         plan=str(plan),
-        metric=search_options.metric,
-        maximize=bool(search_options.maximize),
-        sampler=search_options.sampler,
-        seed=search_options.seed,
-        parallel=search_options.parallel,
         threads=threads,
         steps=options.steps,
         patience=options.patience,
         evaluate_every=options.evaluate_every,
-        halving=halving,
-        rungs=rungs,
     )
-    return CheckedSearch(task=task_reference, definition=definition, plans=plans, total=total)
+    return task_reference, plans, definition
 
 
 def _refuse_options(options: Options, search_options: SearchOptions, jobs: JobOptions | None) -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from grappe.contrib.tune.trainings import gpu_variables, gpus_needed, visible_gpus
 from grappe.plan import Plan
-from grappe.verbs.tune.trainings import gpu_variables, gpus_needed, visible_gpus
 
 
 def test_what_is_visible(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from grappe.contrib.tune import trainings as trainings_module
+from grappe.contrib.tune.trainings import NotNow, SlurmTrainings
 from grappe.errors import DataError, OutOfMemory, ProcessDied, UsageError
 from grappe.plan import Plan
 from grappe.sites import slurm
@@ -17,10 +19,8 @@ from grappe.training.task_reference import TaskReference
 from grappe.verbs.submit import jobs
 from grappe.verbs.submit.resources import Submission
 from grappe.verbs.submit.submit import Submitted
-from grappe.verbs.tune import trainings as trainings_module
-from grappe.verbs.tune.trainings import NotNow, SlurmTrainings
+from tests.contrib.tune import line
 from tests.patience import PATIENCE_SECONDS
-from tests.verbs.tune import line
 
 POLICY = (
     "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy "
@@ -41,6 +41,7 @@ class Played:
         monkeypatch.setattr(slurm, "cancel", self.cancelled.extend)
         monkeypatch.setattr(slurm, "ended", self.ends.get)
         monkeypatch.setattr(trainings_module, "submit", self.submit)
+        monkeypatch.setattr(jobs, "QUERY_SECONDS", 0.0)
 
     def submit(self, submission: Submission) -> list[Submitted]:
         if self.refusal:
@@ -63,7 +64,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
 
 def trainings(study: Path, parallel: int = 2) -> SlurmTrainings:
     options = JobOptions(site="generic", dependency="afterok:1")
-    return SlurmTrainings(study, options, parallel=parallel, query_every=0.0)
+    return SlurmTrainings(study, options, parallel=parallel)
 
 
 def request(study: Path, number: int) -> Request:
@@ -74,9 +75,9 @@ def request(study: Path, number: int) -> Request:
 
 
 def test_a_trial_is_a_job_with_its_name_and_words(played: Played, tmp_path: Path) -> None:
-    with trainings(tmp_path) as mine:
-        mine.start(3, request(tmp_path, 3))
-        assert mine.running == {3}
+    mine = trainings(tmp_path)
+    mine.start(3, request(tmp_path, 3))
+    assert mine.running == {3}
     [made] = played.submitted
     assert made.command == "train"
     assert made.fields == ("lr=0.2",)
@@ -87,22 +88,22 @@ def test_a_trial_is_a_job_with_its_name_and_words(played: Played, tmp_path: Path
 
 
 def test_a_restarted_coordinator_finds_its_jobs(played: Played, tmp_path: Path) -> None:
-    with trainings(tmp_path) as mine:
-        mine.start(0, request(tmp_path, 0))
-        mine.start(1, request(tmp_path, 1))
+    mine = trainings(tmp_path)
+    mine.start(0, request(tmp_path, 0))
+    mine.start(1, request(tmp_path, 1))
     played.add("7", "another-study-0000")
     second = played.submitted[0].job.name or ""
     played.add("999", second)  # a job that a killed coordinator had submitted twice
-    with trainings(tmp_path) as mine:
-        assert played.cancelled == ["999"]
-        mine.start(0, request(tmp_path, 0))
-        with pytest.raises(NotNow, match="jobs of earlier trials are in the queue still"):
-            mine.start(5, request(tmp_path, 5))
-        mine.start(1, request(tmp_path, 1))
-        assert len(played.submitted) == 2
-    with trainings(tmp_path / "other") as another:
-        another.start(0, request(tmp_path / "other", 0))
-        assert len(played.submitted) == 3
+    mine = trainings(tmp_path)
+    assert played.cancelled == ["999"]
+    mine.start(0, request(tmp_path, 0))
+    with pytest.raises(NotNow, match="jobs of earlier trials are in the queue still"):
+        mine.start(5, request(tmp_path, 5))
+    mine.start(1, request(tmp_path, 1))
+    assert len(played.submitted) == 2
+    another = trainings(tmp_path / "other")
+    another.start(0, request(tmp_path / "other", 0))
+    assert len(played.submitted) == 3
 
 
 @pytest.mark.parametrize(
@@ -121,57 +122,58 @@ def test_a_restarted_coordinator_finds_its_jobs(played: Played, tmp_path: Path) 
 def test_a_full_queue_is_waited_for_and_another_refusal_stops_the_study(
     refusal: str, refused: type[Exception], played: Played, tmp_path: Path
 ) -> None:
-    with trainings(tmp_path) as mine:
-        played.refusal = refusal
-        words = "sbatch takes no more jobs now" if refused is NotNow else "sbatch: error"
-        with pytest.raises(refused, match=words):
-            mine.start(0, request(tmp_path, 0))
-        played.refusal = ""
+    mine = trainings(tmp_path)
+    played.refusal = refusal
+    words = "sbatch takes no more jobs now" if refused is NotNow else "sbatch: error"
+    with pytest.raises(refused, match=words):
         mine.start(0, request(tmp_path, 0))
+    played.refusal = ""
+    assert mine.poll(0.0) == []
+    mine.start(0, request(tmp_path, 0))
 
 
 def test_a_refusal_that_says_no_limit_is_waited_for_if_jobs_were_taken(played: Played, tmp_path: Path) -> None:
-    with trainings(tmp_path) as mine:
-        mine.start(0, request(tmp_path, 0))
-        played.refusal = POLICY
-        with pytest.raises(NotNow, match="sbatch takes no more jobs now"):
-            mine.start(1, request(tmp_path, 1))
+    mine = trainings(tmp_path)
+    mine.start(0, request(tmp_path, 0))
+    played.refusal = POLICY
+    with pytest.raises(NotNow, match="sbatch takes no more jobs now"):
+        mine.start(1, request(tmp_path, 1))
 
 
 def test_a_later_rungs_job_lives_while_the_earlier_one_completes(played: Played, tmp_path: Path) -> None:
-    with trainings(tmp_path) as mine:
-        mine.start(0, request(tmp_path, 0))
-        (tmp_path / "trial-0000" / "logs" / "job-101.end").write_text("0")
-        [ended] = mine.poll(0.0)
-        assert ended.outcome == "trained"
-        [old] = played.entries
-        played.entries = [dataclasses.replace(old, state="COMPLETING")]
-        mine.start(0, request(tmp_path, 0))  # the next rung
-        assert mine.poll(0.0) == []
-        played.entries[0] = old  # as squeue may show it still
-        assert mine.poll(0.0) == []
-        assert not played.cancelled
-        assert mine.running == {0}
-    with trainings(tmp_path) as mine:
-        mine.start(0, request(tmp_path, 0))
-        assert len(played.submitted) == 2
+    mine = trainings(tmp_path)
+    mine.start(0, request(tmp_path, 0))
+    (tmp_path / "trial-0000" / "logs" / "job-101.end").write_text("0")
+    [ended] = mine.poll(0.0)
+    assert ended.outcome == "trained"
+    [old] = played.entries
+    played.entries = [dataclasses.replace(old, state="COMPLETING")]
+    mine.start(0, request(tmp_path, 0))  # the next rung
+    assert mine.poll(0.0) == []
+    played.entries[0] = old  # as squeue may show it still
+    assert mine.poll(0.0) == []
+    assert not played.cancelled
+    assert mine.running == {0}
+    mine = trainings(tmp_path)
+    mine.start(0, request(tmp_path, 0))
+    assert len(played.submitted) == 2
 
 
 def test_of_two_jobs_the_one_that_is_followed_is_kept(played: Played, tmp_path: Path) -> None:
-    with trainings(tmp_path) as mine:
-        mine.start(0, request(tmp_path, 0))
-        played.add("99", played.entries[0].name)  # one that requeued itself, say
-        assert mine.poll(0.0) == []
-        assert played.cancelled == ["99"]
-        assert mine.running == {0}
+    mine = trainings(tmp_path)
+    mine.start(0, request(tmp_path, 0))
+    played.add("99", played.entries[0].name)  # one that requeued itself, say
+    assert mine.poll(0.0) == []
+    assert played.cancelled == ["99"]
+    assert mine.running == {0}
 
 
 def test_a_job_whose_submission_was_not_recorded_is_when_it_is_found(played: Played, tmp_path: Path) -> None:
-    with trainings(tmp_path) as mine:
-        mine.start(0, request(tmp_path, 0))
+    mine = trainings(tmp_path)
+    mine.start(0, request(tmp_path, 0))
     for _ in range(2):
-        with trainings(tmp_path) as mine:
-            mine.start(0, request(tmp_path, 0))
+        mine = trainings(tmp_path)
+        mine.start(0, request(tmp_path, 0))
     assert [one["job"] for one in jobs.submitted(tmp_path / "trial-0000")] == ["101"]
 
 
@@ -179,19 +181,19 @@ def test_a_study_is_the_same_by_a_link(played: Played, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     for name in ("real", "link"):
-        with trainings(tmp_path / name) as mine:
-            mine.start(0, request(tmp_path / name, 0))
+        mine = trainings(tmp_path / name)
+        mine.start(0, request(tmp_path / name, 0))
     assert len(played.submitted) == 1
 
 
 def test_jobs_that_pend_are_said_with_their_reasons(played: Played, tmp_path: Path) -> None:
-    with trainings(tmp_path) as mine:
-        mine.start(0, request(tmp_path, 0))
-        name = played.entries.pop().name
-        played.add("101", name, "PENDING", "ReqNodeNotAvail")
-        assert mine.poll(0.0) == []
-        assert mine.notes == "jobs are pending: 1 (ReqNodeNotAvail)"
-        assert mine.running == {0}
+    mine = trainings(tmp_path)
+    mine.start(0, request(tmp_path, 0))
+    name = played.entries.pop().name
+    played.add("101", name, "PENDING", "ReqNodeNotAvail")
+    assert mine.poll(0.0) == []
+    assert mine.notes == "jobs are pending: 1 (ReqNodeNotAvail)"
+    assert mine.running == {0}
 
 
 @pytest.mark.parametrize(
@@ -209,20 +211,31 @@ def test_jobs_that_pend_are_said_with_their_reasons(played: Played, tmp_path: Pa
     ],
 )
 def test_how_a_job_ends(code: str, error: Exception | None, how: str, told: str, played: Played, tmp_path) -> None:
-    with trainings(tmp_path) as mine:
-        mine.start(0, request(tmp_path, 0))
-        logs = tmp_path / "trial-0000" / "logs"
-        if error is not None:
-            why = {"error": type(error).__name__, "message": str(error), "killed": how == "killed"}
-            (logs / "job-101.why").write_text(json.dumps(why))
-        (logs / "job-101.end").write_text(code)
-        [ended] = mine.poll(0.0)
-        assert ended.outcome == how
-        assert told in ended.reason
-        if how == "error":
-            assert type(ended.error) is type(error)
-            assert str(error) in str(ended.error)
-        assert not mine.running
+    mine = trainings(tmp_path)
+    mine.start(0, request(tmp_path, 0))
+    logs = tmp_path / "trial-0000" / "logs"
+    if error is not None:
+        why = {"error": type(error).__name__, "message": str(error), "killed": how == "killed"}
+        (logs / "job-101.why").write_text(json.dumps(why))
+    (logs / "job-101.end").write_text(code)
+    [ended] = mine.poll(0.0)
+    assert ended.outcome == how
+    assert told in ended.reason
+    if how == "error":
+        assert type(ended.error) is type(error)
+        assert str(error) in str(ended.error)
+    assert not mine.running
+
+
+@pytest.mark.parametrize("name", ["nearest", "Path", "__name__", 3, None])
+def test_what_a_job_has_written_is_not_called(name: object, played: Played, tmp_path: Path) -> None:
+    mine = trainings(tmp_path)
+    mine.start(0, request(tmp_path, 0))
+    logs = tmp_path / "trial-0000" / "logs"
+    (logs / "job-101.why").write_text(json.dumps({"error": name, "message": "x", "killed": False}))
+    (logs / "job-101.end").write_text("1")
+    [ended] = mine.poll(0.0)
+    assert ended.reason.startswith("its job 101 ended with exit code 1: grappe logs ")
 
 
 @pytest.mark.parametrize(
@@ -237,31 +250,31 @@ def test_how_a_job_ends(code: str, error: Exception | None, how: str, told: str,
     ],
 )
 def test_how_slurm_ends_a_job(state: str, began: bool, how: str, told: str, played: Played, tmp_path: Path) -> None:
-    with trainings(tmp_path) as mine:
-        mine.start(0, request(tmp_path, 0))
-        if began:
-            (tmp_path / "trial-0000" / "logs" / "job-101.out").touch()
-        played.entries.clear()
-        played.ends["101"] = End(state=state, code=0)
-        [ended] = mine.poll(0.0)
-        assert ended.outcome == how
-        assert told in ended.reason
+    mine = trainings(tmp_path)
+    mine.start(0, request(tmp_path, 0))
+    if began:
+        (tmp_path / "trial-0000" / "logs" / "job-101.out").touch()
+    played.entries.clear()
+    played.ends["101"] = End(state=state, code=0)
+    [ended] = mine.poll(0.0)
+    assert ended.outcome == how
+    assert told in ended.reason
 
 
 def test_slurm_may_be_silent_for_a_while(played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def silent() -> list[Entry]:
         raise SlurmError("squeue: error: Unable to contact slurm controller")
 
-    with trainings(tmp_path) as mine:
-        mine.start(0, request(tmp_path, 0))
-        monkeypatch.setattr(slurm, "queue", silent)
-        assert mine.poll(0.0) == []
-        assert mine.notes.startswith("Slurm does not answer")
-        assert mine.running == {0}
-        (tmp_path / "trial-0000" / "logs" / "job-101.end").write_text("0")
-        assert [one.outcome for one in mine.poll(PATIENCE_SECONDS)] == ["trained"]
-        assert mine.poll(0.0) == []  # nor is there a job any more
-        mine.start(0, request(tmp_path, 0))
-        mine.interrupt()
-        [ended] = mine.poll(1.0)
-        assert ended.outcome == "stopped"
+    mine = trainings(tmp_path)
+    mine.start(0, request(tmp_path, 0))
+    monkeypatch.setattr(slurm, "queue", silent)
+    assert mine.poll(0.0) == []
+    assert mine.notes.startswith("Slurm does not answer")
+    assert mine.running == {0}
+    (tmp_path / "trial-0000" / "logs" / "job-101.end").write_text("0")
+    assert [one.outcome for one in mine.poll(PATIENCE_SECONDS)] == ["trained"]
+    assert mine.poll(0.0) == []  # nor is there a job any more
+    mine.start(0, request(tmp_path, 0))
+    mine.interrupt()
+    [ended] = mine.poll(1.0)
+    assert ended.outcome == "stopped"

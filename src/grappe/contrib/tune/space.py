@@ -1,16 +1,17 @@
-"""Space: the fields that a search varies, each a range or a list of values; the search, and one of its trials."""
+"""Space: the fields that a search varies, each a range or a list of values; the search's options, and its trials."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
 from grappe.errors import UsageError, nearest
-from grappe.fields import at_least, convert, field_name, hints
+from grappe.fields import at_least, convert, field_name, hints, text_of
 from grappe.plan import Plan
 
 DIGITS = 6
@@ -38,23 +39,15 @@ class Range:
     def text(self, value: float) -> str:
         """The text of a number, as a user would write it: rounded, but never out of the range."""
         if self.integer:
-            return str(min(int(self.high), max(int(self.low), round(value))))
-        rounded = float(f"{value:.{DIGITS}g}")
-        return repr(rounded if self.low <= rounded <= self.high else min(self.high, max(self.low, value)))
+            return str(int(value))
+        return repr(min(self.high, max(self.low, float(f"{value:.{DIGITS}g}"))))
 
-    def at(self, part: float) -> float:
-        """The number at `part`, from 0 to 1, of the range."""
-        return self.low * (self.high / self.low) ** part if self.log else self.low + (self.high - self.low) * part
-
-    def suggest(self, trial: Any, name: str) -> str:
-        """The text of what one of Optuna's trials has for a field, or draws for it.
-
-        Raises:
-            ValueError: a trial that has ended has no such value.
-        """
-        if self.integer:
-            return self.text(trial.suggest_int(name, int(self.low), int(self.high), log=self.log))
-        return self.text(trial.suggest_float(name, self.low, self.high, log=self.log))
+    def value(self, text: str) -> float:
+        """The number that a trial has as text; ValueError: it is none of these."""
+        number = int(text) if self.integer else float(text)
+        if not self.low <= number <= self.high:
+            raise ValueError(f"{text} is not in {self}")
+        return number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,9 +59,11 @@ class Choices:
     def __str__(self) -> str:
         return "|".join(self.texts)
 
-    def suggest(self, trial: Any, name: str) -> str:
-        """The text of a field, as a range's."""
-        return trial.suggest_categorical(name, self.texts)
+    def value(self, text: str) -> str:
+        """The text of a trial; ValueError: it is none of these."""
+        if text not in self.texts:
+            raise ValueError(f"{text} is not in {self}")
+        return text
 
 
 Axis = Range | Choices
@@ -76,7 +71,7 @@ Space = Mapping[str, Axis]
 
 
 def read_space(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], dict[str, str]]:
-    """Reads `{"lr": "0.01..1:log", "width": "32|64", "epochs": "3"}`: what is searched, and what stays as it is given.
+    """Reads `{"lr": "0.01..1:log", "width": "32,64", "epochs": "3"}`: what is searched, and what stays as it is given.
 
     Args:
         cls: the task's class, whose fields these are.
@@ -84,7 +79,8 @@ def read_space(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], di
     Raises:
         UsageError: there is no such field, or its range or values are wrong; the message names the field.
     """
-    kinds = {PLAN: str, **hints(cls)}
+    of_task = hints(cls)
+    kinds = {PLAN: str, **of_task}
     space: dict[str, Axis] = {}
     fixed: dict[str, str] = {}
     for typed, text in texts.items():
@@ -92,20 +88,19 @@ def read_space(cls: type, texts: Mapping[str, str]) -> tuple[dict[str, Axis], di
         if name not in kinds:
             raise UsageError(f"task {cls.__name__} has no '{typed}': {nearest(typed, kinds)}")
         axis = _axis(name, text, kinds[name])
-        if name == PLAN and PLAN in hints(cls):
-            if axis is not None:
-                raise UsageError(f"plan={text}: plan is what a search calls the plan, so this field cannot be searched")
-        elif name == PLAN:
+        if name == PLAN and PLAN not in of_task:
             if not isinstance(axis, Choices):
                 raise UsageError(f"plan={text}: one plan for all trials is given with --plan; several are plan=A|B")
             for plan in axis.texts:
                 Plan.parse(plan)
+        elif name == PLAN and axis is not None:
+            raise UsageError(f"plan={text}: plan is what a search calls the plan, so this field cannot be searched")
         if axis is None:
             fixed[name] = text
         else:
             space[name] = axis
     if not space:
-        raise UsageError("nothing is searched: give a range, lr=0.01..1:log, or values, batch_size=32|64|128")
+        raise UsageError("nothing is searched: give a range, lr=0.01..1:log, or values, batch_size=32,64,128")
     return space, fixed
 
 
@@ -133,11 +128,8 @@ def as_texts(space: Mapping[str, str | Sequence[Any]]) -> dict[str, str]:
     """
     written = {}
     for name, values in space.items():
-        if isinstance(values, str):
-            written[name] = values
-            continue
-        texts = ["none" if value is None else str(value) for value in values]
-        if any("|" in text or not text for text in texts):
+        texts = [values] if isinstance(values, str) else [text_of(value) for value in values]
+        if not isinstance(values, str) and any("|" in text or not text for text in texts):
             raise UsageError(f"{name}: a value that is searched can neither be empty nor contain |: {texts}")
         written[name] = "|".join(texts)
     return written
@@ -147,9 +139,10 @@ def _axis(name: str, text: str, kind: Any) -> Axis | None:
     kinds = get_args(kind) or (kind,)
     if ".." in text and (int in kinds or float in kinds):
         return _range(name, text, integer=float not in kinds)
-    if "|" not in text:
+    # A text may have commas of its own, as a plan has.
+    texts = [part.strip() for part in text.split("," if "|" not in text and str not in kinds else "|")]
+    if len(texts) == 1:
         return None
-    texts = [part.strip() for part in text.split("|")]
     for part in texts:
         try:
             convert(kind, part)
@@ -184,9 +177,12 @@ def _range(name: str, text: str, *, integer: bool) -> Range:
 
 # ---- A search ----------------------------------------------------------------------------------------------
 
+TRIALS = 20
+"""Number of trials of a search that has no end of its own, as a grid has."""
 SamplerName = Literal["tpe", "random", "grid"]
 RUNGS = 3
-MOST_RUNGS, MOST_HALVING = 20, 1_000  # beyond, no study is so large
+MOST = {"halving": 1_000, "rungs": 20}
+"""The largest values of these options: beyond, no study is so large."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,8 +212,8 @@ class SearchOptions:
     def __post_init__(self) -> None:
         at_least(self, 1, "trials", "parallel")
         at_least(self, 2, "halving", "rungs")
-        for name, most in (("halving", MOST_HALVING), ("rungs", MOST_RUNGS)):
-            if (value := getattr(self, name)) is not None and value > most:
+        for name, most in MOST.items():
+            if (getattr(self, name) or 0) > most:
                 raise UsageError(f"--{name}: at most {most}")
         if self.rungs is not None and self.halving is None:
             raise UsageError(f"--rungs={self.rungs}: rungs are of successive halving: give --halving 3 as well")
@@ -226,9 +222,14 @@ class SearchOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchDefinition:
-    """Definition of a search: trials' fields are a function of it, and of the results of earlier trials."""
+class SearchDefinition(SearchOptions):
+    """Definition of a search: trials' fields are a function of it, and of the results of earlier trials.
 
+    `trials` and `parallel` are those with which the study was made.
+    """
+
+    trials: int = TRIALS
+    maximize: bool = False
     task: str
     fields: Mapping[str, Any]
     """The task's fields that are not searched."""
@@ -237,21 +238,16 @@ class SearchDefinition:
     space: Mapping[str, str]
     """The searched fields, as texts."""
     plan: str
-    metric: str
-    maximize: bool
-    sampler: SamplerName
-    seed: int
-    parallel: int
-    """Trials that were trained at a time when the study was made."""
     threads: int | None
     """CPU threads of each process of a trial; None: the plan says."""
     steps: int | None = None
     patience: int | None = None
     evaluate_every: int | None = None
-    halving: int | None = None
-    """Factor of successive halving: at each rung one trial in `halving` continues. None: all are trained to the end."""
-    rungs: int = 1
-    """Number of times that a training stops to be compared, its end included."""
+
+    @property
+    def parts(self) -> list[Fraction]:
+        """The part of a training that each rung ends at."""
+        return [Fraction(1, (self.halving or 1) ** left) for left in reversed(range(self.rungs or 1))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

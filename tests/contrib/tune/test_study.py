@@ -5,13 +5,12 @@ import json
 import os
 from pathlib import Path
 
-import optuna
 import pytest
 
+from grappe.contrib.tune.journal import FILE, Journal
+from grappe.contrib.tune.space import SearchDefinition, Trial
+from grappe.contrib.tune.study import Study, make_study, open_study
 from grappe.errors import RunError, UsageError
-from grappe.verbs.tune.journal import FILE, NAME, Journal
-from grappe.verbs.tune.space import Choices, SearchDefinition, Trial, of_texts
-from grappe.verbs.tune.study import Study, make_study, open_study
 
 SEARCH = SearchDefinition(
     task="digits", fields={"epochs": 3}, fixed_fields={}, space={"lr": "0.1..1.0", "width": "1|2"}, plan="",
@@ -22,28 +21,9 @@ FIELDS = {"lr": "0.2", "width": "1"}
 
 def filled(study: Study, *trials: Trial) -> None:
     """Adds trials to a study's journal, as if they had been trained."""
-    states = {"open": "RUNNING", "paused": "PRUNED", "complete": "COMPLETE", "failed": "FAIL"}
-    space = of_texts(study.search.space)
-    distributions = {
-        name: optuna.distributions.CategoricalDistribution(axis.texts)
-        if isinstance(axis, Choices)
-        else optuna.distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.log)
-        if axis.integer
-        else optuna.distributions.FloatDistribution(axis.low, axis.high, log=axis.log)
-        for name, axis in space.items()
-    }
-    kinds = {name: str if isinstance(axis, Choices) else int if axis.integer else float for name, axis in space.items()}
-    journal = Journal(study.folder, study.search, writes=True)
+    journal = Journal(study.folder, study.search)
     for trial in trials:
-        record = optuna.trial.create_trial(
-            state=optuna.trial.TrialState[states[trial.state]],
-            params={name: kinds[name](text) for name, text in trial.fields.items()},
-            distributions=distributions,
-            value=trial.value,
-            intermediate_values=dict(enumerate(trial.rungs)),
-            user_attrs={"reason": trial.reason, "step": trial.step},
-        )
-        journal.study.add_trial(record)
+        journal._write(trial)
 
 
 def test_trials_are_read_again_and_the_best_is_the_first_of_equals(tmp_path: Path) -> None:
@@ -66,8 +46,8 @@ def test_trials_are_read_again_and_the_best_is_the_first_of_equals(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"space": {"lr": "0.1..2.0", "width": "1|2"}}, "searches lr=0.1..1.0, and this command lr=0.1..2.0"),
-        ({"space": {"lr": "0.1..1.0"}}, "searches width=1|2, and this command no width"),
+        ({"space": {"lr": "0.1..2.0", "width": "1|2"}}, "has lr=0.1..1.0, and this command lr=0.1..2.0"),
+        ({"space": {"lr": "0.1..1.0"}}, "has width=1|2, and this command no width"),
         ({"fields": {"epochs": 4}}, "has epochs=3, and this command epochs=4"),
         ({"seed": 1}, "has --seed 0, and this command --seed 1"),
         ({"plan": "shard=2"}, "has no --plan, and this command --plan shard=2"),
@@ -103,19 +83,25 @@ def journal_of(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (b'{"op_code":0', b'{"op_code":99'),
-        (b'{"op_code":4', b'{"op_code:4'),
-        (b'"op_code":4', b'"op":4'),
-        (b'"study_id":0', b'"study_id":[]'),
-        (b'"lr":0.2', b'"lr":"x"'),
-        (b'"width":0', b'"width":"9"'),
-        (b'"width":0', b'"widths":0'),
-        (b'"intermediate_values":{"0":0.5}', b'"intermediate_values":{"0":NaN}'),
-        (b'"intermediate_values":{"0":0.5}', b'"intermediate_values":{"0":true}'),
-        (b'"intermediate_values":{"0":0.5}', b'"intermediate_values":{}'),
-        (b'"reason":""', b'"reason":["x"]'),
-        (b"FloatDistribution", b"os.system"),
-        (b'{"op_code":4', b"[" * 100_000),
+        (b'"number": 0', b'"number": 1'),
+        (b'"number": 0', b'"number": -1'),
+        (b'{"number"', b'{"number'),
+        (b'"number"', b'"place"'),
+        (b'"fields": {', b'"fields": [{'),
+        (b'"lr": "0.2"', b'"lr": 0.2'),
+        (b'"lr": "0.2"', b'"lr": "x"'),
+        (b'"lr": "0.2"', b'"lr": "2"'),
+        (b'"width": "1"', b'"width": "9"'),
+        (b'"width": "1"', b'"widths": "1"'),
+        (b'"complete"', b'"ready"'),
+        (b'"complete"', b'"paused"'),
+        (b'"value": 0.5', b'"value": 0.6'),
+        (b'"rungs": [0.5]', b'"rungs": [NaN]'),
+        (b'"rungs": [0.5]', b'"rungs": [true]'),
+        (b'"rungs": [0.5]', b'"rungs": []'),
+        (b'"rungs": [0.5]', b'"rungs": [0.4, 0.5]'),
+        (b'"reason": ""', b'"reason": ["x"]'),
+        (b'{"number"', b"[" * 100_000),
     ],
 )
 def test_a_damaged_journal_is_refused(tmp_path: Path, before: bytes, after: bytes) -> None:
@@ -123,7 +109,7 @@ def test_a_damaged_journal_is_refused(tmp_path: Path, before: bytes, after: byte
     content = file.read_bytes()
     assert before in content
     file.write_bytes(content.replace(before, after))
-    with pytest.raises(RunError, match=r"optuna.jsonl is damaged, or not of this version of grappe \("):
+    with pytest.raises(RunError, match=r"trials.jsonl is damaged, or not of this version of grappe \("):
         print(open_study(tmp_path).trials)
 
 
@@ -140,12 +126,6 @@ def test_who_looks_at_a_study_writes_nothing(tmp_path: Path) -> None:
         print(study.trials)
 
 
-def test_optuna_reads_the_journal(tmp_path: Path) -> None:
-    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal_of(tmp_path))))
-    [trial] = optuna.load_study(study_name=NAME, storage=storage).trials
-    assert trial.params == {"lr": 0.2, "width": "1"} and trial.value == 0.5
-
-
 def test_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not a study"):
         open_study(tmp_path)
@@ -159,7 +139,7 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"space": {"lr": 3}}, {"parallel": "2"}, {"sampler": "best"}, {"maximize": 1}, {"rungs": None}, {"more": 1}],
+    [{"space": {"lr": 3}}, {"parallel": "2"}, {"sampler": "best"}, {"maximize": 1}, {"rungs": 1}, {"more": 1}],
 )
 def test_a_study_of_wrong_types_is_damaged(tmp_path: Path, change: dict) -> None:
     make_study(tmp_path, SEARCH)
@@ -169,9 +149,10 @@ def test_a_study_of_wrong_types_is_damaged(tmp_path: Path, change: dict) -> None
         open_study(tmp_path)
 
 
-def test_a_study_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["trials", "optuna.jsonl"])
+def test_a_study_of_an_earlier_version_is_refused(name: str, tmp_path: Path) -> None:
     make_study(tmp_path, SEARCH)
-    (tmp_path / "trials").mkdir()
+    (tmp_path / name).mkdir()
     with pytest.raises(RunError, match="is a study of an earlier version of grappe: its runs stay as they are"):
         make_study(tmp_path, SEARCH)
 
