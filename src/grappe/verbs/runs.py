@@ -220,7 +220,7 @@ def race(base: Path, target: Target) -> list[dict[str, Any]]:
     Raises:
         RunError: no run has the score.
     """
-    found, names = list[dict[str, Any]](), set[str]()
+    ranked, names = list[dict[str, Any]](), set[str]()
     for run in all_runs(base):
         try:
             about = run.read_description()
@@ -237,20 +237,20 @@ def race(base: Path, target: Target) -> list[dict[str, Any]]:
         with contextlib.suppress(KeyError, OSError):  # a user of another machine
             owner = run.folder.owner()
         reached = next((step for step in sorted(scores) if target.reached(scores[step])), None)
-        found.append({
+        ranked.append({
             "run": run.folder.name, "who": owner, "task": Path(str(about.get("task"))).stem,
             "plan": plan_name(about.get("plan")),
             "hardware": f"{about.get('processes') or 1} x {about.get('processor') or about.get('device')}",
             "best": (min if target.falls else max)(scores.values()), "samples": samples,
             "costs": None if reached is None else _costs(run, entries(about.get("used")), reached),
         })  # fmt: skip
-    if not found:
+    if not ranked:
         there = ", ".join(sorted(names.difference(NO_SCORES)))
         raise RunError(
             f"no run in {base} has a score called '{target.name}': "
             + (f"there are {there}" if there else "none has been evaluated")
         )
-    return found
+    return ranked
 
 
 def _costs(run: Run, used: dict[str, Any], reached: float) -> dict[str, float]:
@@ -268,7 +268,7 @@ def _costs(run: Run, used: dict[str, Any], reached: float) -> dict[str, float]:
     }
 
 
-def board(found: list[dict[str, Any]], target: Target, by: By) -> Table:
+def board(ranked: list[dict[str, Any]], target: Target, by: By) -> Table:
     """Makes the board, task by task: runs that reached the target by their costs, then others by their best score."""
     sign = "<=" if target.falls else ">="
     columns = (
@@ -281,7 +281,7 @@ def board(found: list[dict[str, Any]], target: Target, by: By) -> Table:
         return entry["task"], costs is None, (costs[by] or math.inf) if costs else best if target.falls else -best
 
     places, rows = collections.Counter[str](), list[tuple[str, ...]]()
-    for entry in sorted(found, key=order):
+    for entry in sorted(ranked, key=order):
         costs, best = entry["costs"], f"best {format_number(entry['best'])}"
         places[entry["task"]] += costs is not None
         cells = [form.format(costs[name]) if costs and costs[name] else "-" for name, form in COST_FORMATS.items()]
