@@ -31,6 +31,8 @@ from grappe.cli.exit import show, show_facts, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.errors.foreign_text import html_text
 from grappe.fields import Counts, split, whole_numbers
+from grappe.language import translated_name
+from grappe.launch.files import RUNS
 from grappe.launch.rank import rank_from_environment
 from grappe.launch.terminal import complain, progress, say, waiting, write
 from grappe.sites.sbatch import JobOptions
@@ -270,7 +272,7 @@ def report(
     """Write one HTML file that opens offline: results, curves, time, memory, scaling, configuration.
 
     Args:
-        places: Runs' or studies' folders, or files of grappe measure --out.
+        places: Runs' or studies' folders, or files of grappe measure --out. Default: the last run.
         out: The file. Default: report.html, in the run's folder if there is one.
         predictions: Predict the validation samples now: a confusion matrix, and pictures, where there are classes.
         weights: Histograms of the parameters' values, of the newest checkpoints.
@@ -280,8 +282,10 @@ def report(
     from grappe.training.run import Run
     from grappe.verbs.report import report as verb
     from grappe.verbs.report.report import compared
+    from grappe.verbs.runs import last_run
 
     output.check(out, streams=False)
+    places = places or (last_run(RUNS),)
     if live and (predictions or weights or foresee):
         raise UsageError("--live shows what the runs write: leave out --predictions, --weights and --foresee")
     if json:
@@ -385,7 +389,9 @@ def verify(
         return _show_agreement("verify --against", agreement, same, {"task": task, "script": against}, out, json=json)
     from grappe.verbs.verify import verify as verb
 
-    findings = list(verb.verify(task, plan or (), fields=texts, data=data, steps=steps, note=progress))
+    findings = list(
+        verb.verify(task, plan or (), fields=texts, data=data, steps=steps, note=progress, complain=complain)
+    )
     _end_progress()
     return _show_verdicts(task, findings, out, json=json)
 
@@ -504,7 +510,7 @@ def verdict_cells(finding: PlanVerdict, tick: str = "") -> list[str]:
     why = "; ".join([*finding.causes, *finding.notes])
     if gap is None:
         return [finding.plan or "one process", verdict, "", "", "", "", "", why]
-    first = "" if gap.first is None else f"step {gap.first + 1} ({', '.join(gap.what)})"
+    first = "" if gap.first is None else f"step {gap.first + 1} ({', '.join(map(translated_name, gap.what))})"
     norm = "" if gap.norm is None else f"{gap.norm:.1e}"
     weights = f"{gap.weights:.1e}" + (f" ({gap.tensor})" if gap.tensor else "")
     return [

@@ -26,7 +26,12 @@ NAMES = re.compile(r"\S+(?: or \S+)+")
 AMOUNT = r"±?\d[\d.,]*(?:e[+-]\d+)?%?(?: (?:[kMGT]B|m?s|W|J))?"
 AMOUNTS = re.compile(rf"{AMOUNT}(?: (?:to )?{AMOUNT})?(?: \({AMOUNT} to {AMOUNT}\))?")
 """Measured values, ranges of them, a value with its uncertainty: 3,100 MB, 2 MB to 3 MB, 1 ms ±10%, 2 (1 to 3)."""
-THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")  # in French a comma is a decimal point
+NUMBER = re.compile(
+    r"(?P<kept>\[[^\]]*\]|`[^`]*`|(?:--[\w-]+|\b(?:torch|python|numpy|pandas|version|cuda|driver|glibc|nccl)) [\d.]+)"
+    r"|(?<![^\s(])[-+±~]?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d+)?%?(?=[\s);:!?]|[.,](?:\s|$)|/s\b|$)",
+    re.IGNORECASE,
+)
+"""A number in a sentence; or what has none: lists, options' values and versions, as they are typed."""
 BYTES = re.compile(r"(?<= [kMGT])B")
 NO_WORDS = re.compile(r"\S*[/=]\S*")
 """Paths and settings, which count neither as known nor as unknown."""
@@ -58,11 +63,17 @@ class Catalogue:
         """Returns the translation of a message; what is not known in it stays as it is."""
         if len(english) > LONGEST:
             return english
-        return _Message(self._templates, self.text(" or ")).best(english, 0)[1]
+        return self.numbers(_Message(self._templates, self.text(" or ")).best(english, 0)[1])
 
     def result(self, english: str) -> str:
         """Returns the translation of a line or a cell of results, of which a part must be known: others wrote most."""
-        return english if len(english) > LONGEST else self._result(english)
+        return english if len(english) > LONGEST else self.numbers(self._result(english))
+
+    def numbers(self, text: str) -> str:
+        """Returns the text with a decimal comma and spaces in its numbers, up to what others say."""
+        mark = FOREIGN.search(text)
+        ours, theirs = (text, "") if mark is None else (text[: mark.start()], text[mark.start() :])
+        return NUMBER.sub(_number, ours) + theirs
 
     def name(self, english: str) -> str:
         """Returns the translation of the name of a table's column or row."""
@@ -212,7 +223,11 @@ def _is_foreign(template: Template, values: Sequence[str]) -> bool:
 
 def _amounts(text: str) -> tuple[int, str]:
     """The weight and the French form of AMOUNTS."""
-    return sum(map(str.isalpha, text)) * LETTER, BYTES.sub("o", THOUSANDS.sub(" ", text).replace(" to ", " à "))
+    return sum(map(str.isalpha, text)) * LETTER, BYTES.sub("o", text.replace(" to ", " à "))
+
+
+def _number(match: re.Match[str]) -> str:
+    return match[0] if match["kept"] else match[0].replace(",", " ").replace(".", ",").replace("%", " %")
 
 
 def _word(text: str, end: int) -> int:

@@ -1,5 +1,6 @@
 """Tests of the verdict in words, on synthetic figures."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import pytest
@@ -159,3 +160,17 @@ def test_what_check_adds_is_said() -> None:
     assert "check adds 0.50% of the computing, by count" in said(
         point(*[COMPUTE] * 4, plan="exact=8,replicate=4,check=100")
     )
+
+
+def test_nothing_is_called_faster_where_ranges_overlap_or_others_take_the_cores() -> None:
+    def timed(plan: str, *steps: float, load: float = 0.0) -> Measurement:
+        of_one = [point(*[{"forward": step}] * Plan.parse(plan).processes, plan=plan, load=load) for step in steps]
+        return dataclasses.replace(of_one[0], trials=[each.trials[0] for each in of_one], cores=2, threads=1)
+
+    apart = timed("", 0.02, 0.021), timed("replicate=2", 0.010, 0.011)
+    assert "fastest: replicate=2" in said(*apart) and "times as fast" in said(*apart)
+    assert "one more would" not in said(*apart), "there are two cores"
+    overlapping = said(timed("", 0.02, 0.012), timed("replicate=2", 0.010, 0.013))
+    assert "overlap: none is called faster" in overlapping and "times as fast" not in overlapping
+    busy = said(*(dataclasses.replace(each, load=15.0) for each in apart))
+    assert "(load 15): no plan is called faster" in busy and "fastest" not in busy

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import os
 import re
 import secrets
 import statistics
@@ -84,13 +85,16 @@ def measure(
         training = dataclasses.replace(request, task=task, plan=plan)
         return short_training(training, run, functools.partial(measured_point, count=turn == 0))
 
+    load = before if (before := os.getloadavg()[0]) > 1 + (os.cpu_count() or 1) else 0.0
     with scratch("measure") as folder:
         points = _measured(functools.partial(train, weak=options.weak), folder, grid, options.repeats, note, begun)
         if advise:
             advice = verdict.next_points(points)
+            for plan, batch in advice:
+                note(f"next, as these figures suggest it: {plan_name(plan)}, batch {batch} (--no-advice: not)")
             tried = _measured(train, folder / "advice", advice, options.repeats, note, begun)
             points += [dataclasses.replace(point, origin="advice") for point in tried]
-    return _some(points)
+    return _some([dataclasses.replace(point, load=load) for point in points])
 
 
 def measure_script(
