@@ -20,7 +20,7 @@ from grappe.errors import RunError, UsageError
 from grappe.errors.foreign_text import entries, number
 from grappe.language import translated_cell, translated_name
 from grappe.launch.safe_console import fact_table
-from grappe.training.run import Run, all_runs
+from grappe.training.run import DESCRIPTION, Run, all_runs
 from grappe.training.watchers.expected_end import span
 from grappe.verbs.submit.jobs import submitted
 from grappe.words import count_of, filled_table, format_number, plan_name
@@ -73,18 +73,14 @@ def listing(base: Path, tag: str | None = None) -> Table | str:
 
 
 def last_run(base: Path) -> Path:
-    """Finds the run under `base` that was started last.
+    """Finds the run under `base` that was written last.
 
     Raises:
         UsageError: there is none.
     """
-    runs = dict[Path, float]()
-    for run in all_runs(base):
-        with contextlib.suppress(RunError):
-            runs[run.folder] = started_at(run.read_description())
-    if not runs:
+    if not (runs := all_runs(base)):
         raise UsageError(f"no run in {base}: give one, or a file of grappe measure --out")
-    return max(runs, key=lambda folder: runs[folder])
+    return max((run.folder for run in runs), key=lambda folder: (folder / DESCRIPTION).lstat().st_mtime)
 
 
 def started_at(description: Mapping[str, Any]) -> float:

@@ -65,8 +65,6 @@ class Console(Watcher):
         self._info: RunInfo | None = None
         self._rate = 0.0
         self._seconds, self._between = 0.0, REFRESH_SECONDS
-        self._epochs = list[float]()  # seconds of the steps of epochs that began and ended here
-        self._epoch_seconds, self._epoch_steps = 0.0, 0
 
     def started(self, info: RunInfo) -> None:
         self._info = info
@@ -95,12 +93,6 @@ class Console(Watcher):
         self._seconds += record.seconds
         self._steps += 1
         assert self._info is not None
-        self._epoch_seconds += record.seconds
-        self._epoch_steps += 1
-        if record.step % self._info.steps_per_epoch == 0:
-            if self._epoch_steps == self._info.steps_per_epoch:
-                self._epochs.append(self._epoch_seconds)
-            self._epoch_seconds, self._epoch_steps = 0.0, 0
         if self._prints is not None:
             self._print_loss(record, self._prints)
         if self._end is not None and (line := self._end.stepped(record.step)) is not None:
@@ -192,9 +184,6 @@ class Console(Watcher):
         if outcome.headspace.advice:
             waits = outcome.headspace
             rows.append(("data", f"waiting for data: {waits.share:.0%} of the time: {waits.advice}"))
-        if len(self._epochs) > 1:
-            between = f"{min(self._epochs):.3g} to {max(self._epochs):.3g}"
-            rows.append(("epoch", f"{statistics.median(self._epochs):.3g} s ({between})"))
         rows += _memory(outcome, self._word)
         rows += [("engine", remark) for remark in outcome.remarks]
         rows.append(("run", str(self._info.folder)))
@@ -205,9 +194,9 @@ class Console(Watcher):
         for name, value in rows:
             shown.append((self._word(name), translated_cell(value, self._console.file)))
         width = max(len(name) for name, _ in shown)
-        whole = ("grappe ", str(self._info.folder))  # what is copied stays in one piece
+        commands = ("grappe ", str(self._info.folder))  # what is copied stays in one piece
         return [
-            Text(line if value.startswith(whole) else wrapped(line, self._console.file, width + 2))
+            Text(line if value.startswith(commands) else wrapped(line, self._console.file, width + 2))
             for name, value in shown
             for line in [f"{name:<{width}}  {value}"]
         ]

@@ -70,10 +70,7 @@ def _advice(good: Sequence[Measurement]) -> Iterator[str]:
                 f"{title(point)}: {share:.0%} of the time goes into communication: a larger batch_size, or "
                 "fewer processes, make it less"
             )
-    for point in good:
-        if point.origin == "advice" and point.batch == good[0].batch:
-            yield f"tried: {title(point)} gives {point.rate / good[0].rate:.2f} times {title(good[0])}"
-    yield from _one_more_process(good)
+    yield from _several_processes(good)
 
 
 def _is_apart(point: Measurement, other: Measurement) -> bool:
@@ -159,8 +156,8 @@ def _small_slices(point: Measurement, good: Sequence[Measurement]) -> Iterator[s
         )
 
 
-def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
-    """Predicts the gain of one more process, by Amdahl's law over the points of the first point's kind."""
+def _several_processes(good: Sequence[Measurement]) -> Iterator[str]:
+    """Says what the most processes gain over the fewest, of the points of the first point's kind."""
     first = good[0]
     family = {  # of plans with as many processes, the fastest
         point.processes: point
@@ -177,15 +174,9 @@ def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
     if not _is_apart(last, family[alone]):
         return
     speed = last.rate / family[alone].rate
-    # step(n) = fixed + shared / n, through the ends (Amdahl 1967)
-    few_step, many_step = (family[count].batch / family[count].rate for count in (alone, many))
-    shared = (few_step - many_step) / (1 / alone - 1 / many)
-    fixed = many_step - shared / many
-    if shared <= 0:
+    if speed <= 1:
         yield f"more processes than {alone} do not help at this batch size"
         return
-    # Where nothing seems fixed (noise, caches that fit better) one more brings no more than its share.
-    bring = many_step / (fixed + shared / (many + 1)) if fixed > 0 else (many + 1) / many
     gone = efficiency_loss(last, family[alone])
     parts = {
         "waiting for data": gone["data"],
@@ -196,9 +187,7 @@ def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
     worst = max(parts, key=lambda part: parts[part])
     share = efficiency(last, family[alone])
     where = f"; most is lost to {worst}, {parts[worst]:.0%}" if parts[worst] > 0.05 and speed < many / alone else ""
-    room = last.device != "cpu" or (many + 1) * last.threads <= last.cores
-    more = f"; one more would bring about {bring - 1:+.0%}" if room else ""
-    yield f"{many} processes are {speed:.1f} times as fast as {alone} (efficiency {share:.0%}{where}){more}"
+    yield f"{many} processes are {speed:.1f} times as fast as {alone} (efficiency {share:.0%}{where})"
 
 
 def _alike(point: Measurement) -> Plan:
@@ -207,19 +196,10 @@ def _alike(point: Measurement) -> Plan:
     return dataclasses.replace(Plan.parse(point.plan), **{name: getattr(Plan(), name) for name in degrees})
 
 
-def next_points(points: Sequence[Measurement]) -> list[tuple[Plan, int]]:
-    """Returns the plans and batch sizes that the advice suggests and that were not measured yet."""
+def larger_batch(points: Sequence[Measurement]) -> list[tuple[Plan, int]]:
+    """Returns the first plan with four times its batch, unless several batch sizes were measured."""
     good = [point for point in points if not point.failure]
-    tried = {(point.plan, point.batch) for point in points}
-    plans: list[tuple[Plan, int]] = []
-    if good:
-        point, plan = good[0], Plan.parse(good[0].plan)
-        workers = advised_workers(point)
-        if workers is not None and workers <= MOST_WORKERS:
-            plans.append((dataclasses.replace(plan, workers=workers), point.batch))
-        if len({other.batch for other in good}) == 1:
-            plans.append((plan, 4 * point.batch))
-    return [(plan, batch) for plan, batch in plans if (str(plan), batch) not in tried]
+    return [(Plan.parse(good[0].plan), 4 * good[0].batch)] if len({point.batch for point in good}) == 1 else []
 
 
 COLUMNS = (
@@ -255,21 +235,6 @@ def _row(point: Measurement, points: Sequence[Measurement], first: Measurement) 
         "" if point.computed is None else f"{point.computed:.1%}",
         "" if point.joules is None else f"{point.joules:.3g}",
     ]
-
-
-def losses(points: Sequence[Measurement]) -> Table | None:
-    """Makes the table of efficiency losses, each compared with its baseline; None if nothing can be compared."""
-    rows = [
-        (title(point), *(_lost(part) for part in efficiency_loss(point, base).values()))
-        for point in points
-        if not point.failure and (base := baseline(point, points))
-    ]
-    columns = ("data", "communication", "imbalance", "smaller slices, shared cores", "rest")
-    return filled_table(("share of its time lost to", *columns), rows) if rows else None
-
-
-def _lost(part: float) -> str:
-    return _share(part) if part > 0 else f"{_share(-part)} saved" * (part <= -LEAST)
 
 
 def _share(part: float) -> str:

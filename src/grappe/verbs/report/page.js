@@ -320,7 +320,6 @@ function remember() {
     JSON.parse(sessionStorage.getItem(key) || "[]").forEach((kept, index) => { controls[index][value(controls[index])] = kept; });
     addEventListener("pagehide", () => sessionStorage.setItem(key, JSON.stringify(controls.map((control) => control[value(control)]))));
   } catch { /* a browser that keeps nothing for files */ }
-  if (DATA.reloads) setTimeout(() => location.reload(), 1000 * DATA.reloads);
 }
 
 const draw = () => redraws.forEach((one) => one());
