@@ -10,6 +10,7 @@ import grappe
 from grappe.cli import commands
 from grappe.errors import RunError
 from grappe.training.run import SCORES
+from grappe.verbs import evaluate
 from tests.parity.tasks import Images
 from tests.training.test_training import train
 
@@ -97,3 +98,18 @@ def test_older_ones_can_be_asked_for(run: Path) -> None:
     assert scores.why == "as asked"
     kept = json.loads((run / SCORES).read_text())["validation"]
     assert (kept["checkpoint"], kept["loss"]) == ("step-000002", scores.loss)
+
+
+def test_a_checkpoint_that_its_training_removes_meanwhile_is_replaced_by_a_newer_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    original = evaluate.short_run
+
+    def removed_first(*arguments, **options):
+        monkeypatch.setattr(evaluate, "short_run", original)
+        shutil.rmtree(run / "checkpoints" / "step-000003")
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(evaluate, "short_run", removed_first)
+    assert grappe.evaluate(run, plan=PLAN).checkpoint == "step-000002"
+    assert "has removed step-000003 meanwhile" in capfd.readouterr().err

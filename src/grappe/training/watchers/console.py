@@ -180,7 +180,7 @@ class Console(Watcher):
         total = sum(spent.values())
         least = max(0.05, 0.005 * total)
         parts = [f"{self._word(name)} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= least]
-        rows.append(("time", f"{total:.1f} s: {', '.join(parts)}"))
+        rows.append(("time", str(translated(f"{total:.1f} s: {', '.join(parts)}", self._console.file))))
         if outcome.headspace.advice:
             waits = outcome.headspace
             rows.append(("data", f"waiting for data: {waits.share:.0%} of the time: {waits.advice}"))
