@@ -290,8 +290,7 @@ class Training:
         last = step == self.info.last_step and self._evaluates
         evaluate = last or not step % self._evaluate_every
         save = last or not step % self._save_every
-        timed = self._save_asked
-        if not (evaluate or save or timed or self._stop is not None):
+        if not (evaluate or save or self._save_asked or self._stop is not None):
             return False
         self._read_previous_step()
         self._notify_watchers()
@@ -299,12 +298,13 @@ class Training:
         self.progress.evaluation_pending = evaluate and self._stop is not None
         if evaluate and not self.progress.evaluation_pending:
             self._evaluate(step)
-        if last or self._stop is not None or ((save or timed) and self._save_is_due()):
+        if last or self._stop is not None or ((save or self._save_asked) and self._save_is_due()):
             self._save(step)
         elif save and self.progress.evaluated_step == step and not self.progress.since_best:
             self._save(step, hold=True)
-        if save or timed:
-            self._saved_at, self._save_asked = time.perf_counter(), False
+        self._saved_at = time.perf_counter() if save or self._save_asked else self._saved_at
+        if self._save_asked:
+            self._save_asked = False
             self.stop_signal.ask_to_save(False)
         return self._stop is not None
 
