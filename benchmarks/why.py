@@ -36,11 +36,11 @@ def measured(case: Case, options: MeasureOptions) -> tuple[Explanation, float]:
     slow: list[Measurement] = []
     quick: list[Measurement] = []
     for _ in range(options.repeats):  # by turns
-        slow += verb.measure(case.task, (first,), options=bare, advise=False)
-        quick += verb.measure(case.without, (second,), options=bare, advise=False)
+        slow += verb.measure(case.task, (first,), options=bare)
+        quick += verb.measure(case.without, (second,), options=bare)
     points = [_joined(slow)]
     if case.part == SMALL_BATCH:
-        points += verb.measure(case.task, (first,), options=_larger(options, points[0]), advise=False)
+        points += verb.measure(case.task, (first,), options=_larger(options, points[0]))
     points[1:] = [dataclasses.replace(point, origin="advice") for point in points[1:]]
     (explanation,) = explain(case.task, points, options=options)
     if case.evaluate_every is not None:

@@ -16,9 +16,7 @@ TINY = ("width=64", "depth=2", "heads=2", "vocabulary=512", "context=64", "sampl
 def main(part: Part) -> None:
     """Tries both through the command line, as a user would."""
     size = ("samples=512",) if part.on_gpu else TINY
-    code, output = _grappe(
-        part, "measure", GPT, *size, "--largest-batch", "--no-advice", "--steps", "3", "--repeats", "1"
-    )
+    code, output = _grappe(part, "measure", GPT, *size, "--largest-batch", "--steps", "3", "--repeats", "1")
     found = re.search(r"largest batch[^\n]*", output)
     part.check("largest batch", code == 0 and found is not None, found.group() if found else output[-300:])
     if not part.on_gpu:

@@ -23,7 +23,7 @@ ERRORS = {
     "TaskError",
     "UsageError",
 }
-SAYING = {"complain", "progress", "waiting", "_note", "note", "Report", "say", "print", "lines", "show"}
+SAYING = {"complain", "progress", "waiting", "_note", "note", "begun", "Report", "say", "print", "lines", "show"}
 SAYING |= {"add_row", "show_either", "fact_table", "filled_table", "plain_table", "show_facts", "PartRule", "Remedy"}
 """Functions whose text is shown."""
 NAMING = {"fact_table", "filled_table", "plain_table", "show_facts", "translated_name"}

@@ -124,7 +124,7 @@ def test_a_pickle_is_never_run(complain: Complain, tmp_path: Path) -> None:
         ("words.npy", "should hold an array of numbers"),
         ("wide.npy", "does not take inputs of shape ['N', 5]"),
         ("none.npy", "none.npy cannot be read: No such file"),
-        ("inputs.csv", "give one of train, validation, test, a .npy file"),
+        ("inputs.txt", "give one of train, validation, test, a .npy or .csv file"),
     ):
         assert words in complain("predict", "run", name)
 

@@ -21,7 +21,7 @@ from tests.typed import refused
         ("report nowhere", "nowhere is not a run"),
         ("curves nowhere", "nowhere is not a run"),
         ("curves", "no run given"),
-        ("train digits --log visdom", "there is mlflow, tensorboard, trackio, wandb"),
+        ("train digits --log visdom", "there is mlflow, tensorboard, wandb"),
         ("train digits --profile 7", "there are process 0 to 0"),
         ("train digits --profile first", "--profile=first"),
         ("train digits --profile-steps 0", "--profile-steps=0"),

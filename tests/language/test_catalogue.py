@@ -176,3 +176,8 @@ def test_what_a_template_made_matches_it(texts: list[str], values: list[str]) ->
     given_values = found.values(message)
     assert given_values is not None
     assert found.filled(given_values) == message
+
+
+def test_all_that_is_said_in_french_can_be_written_in_ascii() -> None:
+    plain = catalogue_of("fr", "ascii").result("398 MB to 1,403.5 MB in each process")
+    assert plain == "398 Mo a 1 403,5 Mo dans chaque processus"

@@ -19,7 +19,7 @@ import grappe
 from grappe.launch.rank import ProcessRank
 from grappe.launch.safe_console import SafeConsole
 from grappe.launch.signals import SignalForwarding
-from grappe.launch.terminal import CLEAR, UserStream, complain, say, starting, user_stream
+from grappe.launch.terminal import CLEAR, UserStream, complain, say, starting, user_stream, wrapped
 
 ROOT = Path(grappe.__file__).parent
 HOSTILE = "\x1b]0;owned\x07[red]a[/red]\u202eb:smile:"
@@ -152,6 +152,7 @@ def test_only_process_0_has_one(monkeypatch) -> None:
 def test_a_start_and_its_stop_are_shown_at_once_on_a_terminal_alone(monkeypatch, capsys):
     starting(2)
     assert capsys.readouterr() == ("", ""), "a log has no such line"
+    assert wrapped("word " * 99, io.StringIO()) == "word " * 99, "a log has whole lines"
     terminal, ours = pty.openpty()
     with os.fdopen(terminal, "rb", buffering=0) as reader:
 
@@ -173,5 +174,9 @@ def test_a_start_and_its_stop_are_shown_at_once_on_a_terminal_alone(monkeypatch,
             assert shown("…") == f"{CLEAR}starting 2 process…"
             say("begins")
             assert shown("\n") == f"{CLEAR}begins\r\n"
+            lines = wrapped("a line is broken between words,\nnot in runs/a-name-that-is-longer", stream, indent=2)
+            assert lines.split("\n") == [
+                "a line is broken", "  between words,", "not in", "  runs/a-name-that-is-longer",
+            ]  # fmt: skip
             os.kill(os.getpid(), signal.SIGINT)
             assert shown("stopping and saving") == f"{CLEAR}stopping and saving" and signals.received

@@ -421,7 +421,7 @@ CASES = (
     Case(
         "a metric of other shapes",
         also(
-            f"    def metrics(self):{HERE}\n"
+            "    def metrics(self):\n"
             "        from torchmetrics.classification import BinaryAccuracy\n"
             "        return {'accuracy': BinaryAccuracy()}\n"
         ),

@@ -11,33 +11,30 @@ from grappe.training.headspace import Headspace, headspace
 from tests.data.test_loader import world
 
 
-def times() -> StepTimes:
-    """A training of 100 seconds."""
-    totals = dict.fromkeys(PHASES, 0.0) | {"forward": 100.0, "start": 40.0}
+def times(seconds: float = 100.0) -> StepTimes:
+    """A training of so many seconds after its start."""
+    totals = dict.fromkeys(PHASES, 0.0) | {"forward": seconds, "start": 40.0}
     return timing("host", [], list(totals.values()))
 
 
-def cost(*waited: float, workers: int = 0, tuned: bool = False) -> Headspace:
+def cost(*waited: float, workers: int = 0, tuned: bool = False, seconds: float = 100.0) -> Headspace:
     """The cost of loading samples for which each of the loaders has waited."""
     loading = Loading(kind="threads", workers=workers)
     loaders = [SimpleNamespace(waited=seconds, loading=loading, dataset=object(), stream=None) for seconds in waited]
-    return headspace(times(), loaders, world(0, 1), tuned=tuned)
+    return headspace(times(seconds), loaders, world(0, 1), tuned=tuned)
 
 
 def test_the_waits_of_steps_and_evaluations_are_named_with_what_to_change() -> None:
     waits = cost(10.0, 10.0)
     assert (waits.waited, waits.share) == pytest.approx((20.0, 0.2))
-    assert str(waits).startswith(
-        "with infinitely fast data this run would be 25% faster (20% of its time went into waiting for samples): "
-        "use workers=1, or store the samples decoded"
-    )
+    assert waits.advice == "try workers=1 in --plan"
     assert waits.as_json() == {"waited": 20.0, "share": 0.2, "faster": 0.25, "advice": waits.advice}
 
 
 def test_advice_is_for_large_waits_that_it_can_change() -> None:
     waits = cost(1.0)
-    assert str(waits) == "waiting for samples took 1.0 s, 1.0% of the time" and waits.advice == ""
+    assert waits.advice == ""
+    assert cost(20.0, seconds=29.0).advice == ""  # a short training
     assert cost(30.0, workers=1, tuned=True).advice.startswith("ask for ")
     waits = cost(80.0, 60.0)
     assert waits.share == 1.0 and waits.as_json()["faster"] > 1e6
-    str(waits)

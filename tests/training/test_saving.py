@@ -1,5 +1,6 @@
 """Resuming: each process reads every tensor of a checkpoint once, and no more of it than its part."""
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -7,11 +8,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor
 
+from grappe.checkpoint.format import list_checkpoints
 from grappe.checkpoint.tensor_file import TensorFiles
 from grappe.errors import RunError
 from grappe.launch.rank import ProcessRank
+from grappe.launch.signals import SAVE, StopSignal
 from grappe.plan import Plan
 from grappe.training.options import Options
 from grappe.training.run import Run
@@ -67,6 +71,30 @@ def test_a_resumed_training_reads_its_weights_once(pool: Pool, tmp_path: Path, p
     for name, size in sizes.items():
         if tensors.shape(name):  # a step counter is read by every process
             assert total[name] == copies * size, name
+
+
+def timed(process: ProcessRank, meet: Path, text: str, run: Path) -> None:
+    """Trains an epoch that is saved by the clock after each step, as far as the flag's way takes no step."""
+    with mock.patch("grappe.training.loop.SAVE_SECONDS", 0.0), mock.patch("grappe.training.loop.SAVING", (1e9, 1.0)):
+        part(process, meet, dataclasses.replace(TASK, samples=160), text, run, Options(steps=10, keep=9), None)
+
+
+@pytest.mark.parametrize("plan", ["", "replicate=2", "engine=textbook,replicate=2", "pipeline=2,microbatches=2"])
+def test_a_checkpoint_is_made_by_the_clock_too(pool: Pool, tmp_path: Path, plan: str) -> None:
+    pool.run(f"{__name__}:timed", Plan.parse(plan).processes, plan, tmp_path / "run")
+    made = [checkpoint.step for checkpoint in list_checkpoints(Run(tmp_path / "run").checkpoints)]
+    assert sorted(made) == [0, 3, 6, 9, 10] and Run(tmp_path / "run").choose().passed_over == ()
+
+
+def test_a_stop_outweighs_a_request_to_save() -> None:
+    stop = StopSignal()
+    stop.ask_to_save(True)
+    assert -(2.0**-19) < stop.flag < 0
+    stop._handle(10, None)  # type: ignore[arg-type]
+    stop.ask_to_save(True)
+    assert stop.flag == 1.0 and torch.tensor([1 / 1024, stop.flag * 0 + SAVE]).half().sum() > 0
+    stop.ask_to_save(False)
+    assert stop.flag == 1.0
 
 
 def test_a_count_of_restarts_that_is_no_number_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import grappe
 from grappe.cli import commands
 from grappe.errors import RunError
 from grappe.training.run import SCORES
+from grappe.verbs import evaluate
 from tests.parity.tasks import Images
 from tests.training.test_training import train
 
@@ -73,8 +74,10 @@ def test_the_command_line_says_it(run: Path, capfd: pytest.CaptureFixture) -> No
     assert json.loads(out)["checkpoint"] == "step-000002" and "step-000003" in json.loads(out)["why"]
     assert "step-000002 is taken" in error
     assert commands.app(["predict", str(run), "validation", "--checkpoint", "1"]) == 0
-    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    assert {line["checkpoint"] for line in lines} == {"step-000001"}
+    out, error = capfd.readouterr()
+    assert "predictions of step-000001" in error and not any(
+        "checkpoint" in json.loads(line) for line in out.splitlines()
+    )
 
 
 @pytest.mark.parametrize("which", ["3", "last", "best"])
@@ -95,3 +98,18 @@ def test_older_ones_can_be_asked_for(run: Path) -> None:
     assert scores.why == "as asked"
     kept = json.loads((run / SCORES).read_text())["validation"]
     assert (kept["checkpoint"], kept["loss"]) == ("step-000002", scores.loss)
+
+
+def test_a_checkpoint_that_its_training_removes_meanwhile_is_replaced_by_a_newer_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    original = evaluate.short_run
+
+    def removed_first(*arguments, **options):
+        monkeypatch.setattr(evaluate, "short_run", original)
+        shutil.rmtree(run / "checkpoints" / "step-000003")
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(evaluate, "short_run", removed_first)
+    assert grappe.evaluate(run, plan=PLAN).checkpoint == "step-000002"
+    assert "has removed step-000003 meanwhile" in capfd.readouterr().err

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grappe.errors import RunError, UsageError
-from grappe.verbs.runs import Target, board, race, target_of
+from grappe.verbs.runs import Target, board, last_run, listing, race, target_of
 from tests.typed import ended
 
 ACCURACY = Target(name="accuracy", value=0.9, falls=False)
@@ -115,3 +115,17 @@ def test_from_the_command_line(tmp_path: Path, capsys, monkeypatch, words: tuple
     monkeypatch.setenv("COLUMNS", "200")
     assert ended("runs", *words, "--runs", str(tmp_path)) == code
     assert code or "200" in capsys.readouterr().out
+
+
+def test_runs_stand_in_the_order_of_their_starts_with_one_line_for_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no run in"):
+        last_run(tmp_path)
+    make(tmp_path, "later", {40: 0.5}, started="2026-11-30T10:00:00+0000", used={"seconds": 200.0})
+    make(tmp_path, "failed", {}, started="2026-11-30T09:00:00+0000", used={"seconds": 2.0})
+    (tmp_path / "failed" / "failed").write_text("the metric 'mae' does not take an output [32, 1] and a target [32]")
+    make(tmp_path, "undated", {})
+    table = listing(tmp_path)
+    columns = {str(column.header): list(column.cells) for column in table.columns}  # type: ignore[union-attr]
+    assert columns["run"] == ["undated", "failed", "later"] and columns["time"] == ["", "2 s", "3 min"]
+    assert columns["status"][1] == "failed: the metric 'mae' does …" and columns["started"][0] == ""
+    assert last_run(tmp_path) == tmp_path / "later"

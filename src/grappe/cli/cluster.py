@@ -25,6 +25,7 @@ from grappe.launch.files import RUNS
 from grappe.launch.terminal import complain, write
 from grappe.sites import slurm
 from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions
+from grappe.sites.script import FUNCTIONS
 from grappe.training.options import Options
 from grappe.verbs.submit.resources import Submission, allocation, line_in_allocation
 
@@ -98,6 +99,8 @@ def submit(
             _show_submitted(submitted)
     if json:
         show_json("submit", jobs=jobs, dry_run=dry_run)
+    elif dry_run:
+        complain(f"grappe: job.sh, which a script sources, is a copy of {FUNCTIONS}")
 
 
 def _show_submitted(submitted: Submitted) -> None:

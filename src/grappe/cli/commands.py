@@ -39,7 +39,7 @@ from grappe.fields import typed_name
 from grappe.launch import files
 from grappe.launch.files import RUNS
 from grappe.launch.rank import is_main_process, rank_from_environment
-from grappe.launch.terminal import complain, redirected, say, waiting, write
+from grappe.launch.terminal import complain, redirected, waiting, write
 from grappe.plan import as_plan
 from grappe.training.options import Options
 from grappe.words import format_number
@@ -109,7 +109,7 @@ def train(
         if result.status == "interrupted" and rank_from_environment() is None:
             typed = [text for text in sys.argv[1:] if text != "--debug"]
             resumed = typed if run is not None else [*typed, "--run", str(result.run)]
-            show(f"resume: {shlex.join(['grappe', *resumed])}")
+            write(f"resume: {shlex.join(['grappe', *resumed])}")  # in one piece, to be copied
     if json:
         from grappe.verbs.runs import facts
 
@@ -246,8 +246,10 @@ def predict(
         save(out, predictions)
         return
     for index, prediction in enumerate(predictions):
+        if not index:
+            complain(f"grappe: predictions of {taken[0]}")
         name = {"file": str(files[index])} if files else {}
-        write(dumps({"sample": index, **name, "checkpoint": taken[0], **verb.as_json(prediction)}))
+        write(dumps({"sample": index, **name, **verb.as_json(prediction)}))
 
 
 @app.command
@@ -373,7 +375,7 @@ def completion_(shell: Literal["bash", "zsh", "fish"], /) -> None:
     For fish's config.fish: grappe completion fish | source
     """
     for line in completion.script(app, shell).splitlines():
-        say(line)
+        write(line)
 
 
 for extension in extensions.having("commands"):

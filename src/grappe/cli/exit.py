@@ -18,17 +18,16 @@ from cyclopts import App, CycloptsError
 from grappe import __version__
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError, of_file
 from grappe.errors.causes import broken_package, hiding, refused_process
-from grappe.language import unknown_language
+from grappe.language import translated_cell, unknown_language
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import is_main_process, rank_from_environment
-from grappe.launch.terminal import clear, complain, show_any_text, write
+from grappe.launch.terminal import NARROWEST, clear, complain, show_any_text, wrapped, write
 
 EXIT_SIGINT = 130
 FORM = 1
 """Version of the form of what --json prints: it rises when a name goes or changes its meaning."""
 LAUNCH_OPTIONS = ("--plan", "-p", "--run", "--runs", "--save-every")
 """Options of `grappe launch` that a value follows."""
-NARROWEST = 20  # columns of the terminal
 BUG = "a bug in grappe"
 """Words for an exception that nobody foresaw; attacks and fuzzers search output for them."""
 
@@ -131,9 +130,9 @@ def _complain(error: GrappeError, debug: bool) -> int:
         details = error.details or "".join(traceback.format_exception(error))
         if debug:
             write(details, sys.stderr)
-        complain(f"grappe: {error}")
         for folder, names in hiding(details, os.environ.get("PYTHONPATH", "")).items():
             complain(f"grappe: PYTHONPATH={folder} hides installed modules ({names}): unset PYTHONPATH if that is why")
+        complain(f"grappe: {error}")
         return leave_error(error)
     return error.exit_code
 
@@ -142,9 +141,11 @@ def show(content: Any) -> None:
     """Prints a result, on the main process only."""
     from grappe.launch.safe_console import wide_console
 
-    if is_main_process():
+    if is_main_process() and isinstance(content, str):
+        write(wrapped(translated_cell(content, sys.stdout), sys.stdout))
+    elif is_main_process():
         clear(sys.stdout)
-        wide_console(sys.stdout, soft_wrap=isinstance(content, str)).print(content)
+        wide_console(sys.stdout).print(content)
 
 
 def show_json(kind: str, **content: Any) -> None:

@@ -254,23 +254,14 @@ def bench(
     ] = None,
     labels: Labels = None,
     numbering: Numbering = None,
-    dtype: Dtype = None,
-    end: End = None,
     json: Json = False,
 ) -> None:
-    """Time the reading of images (as they are, as an archive, as shards, packed, in memory) or rows, and recommend."""
+    """Time the reading of images, as they are, as an archive, as shards, packed and in memory, and recommend."""
     waiting(LOADING)
-    from grappe.verbs.data import walk
     from grappe.verbs.data.bench import bench as verb
 
     if images < 1 or seconds <= 0:
         raise UsageError("--images and --seconds must be above 0")
-    if walk.is_corpus(source):
-        rows = walk.bench_corpus(source, dtype=dtype, end=end, seconds=seconds)
-        names = {"in_files": "in the files' order", "in_epoch": "in an epoch's order"}
-        facts = [(names[name], f"{rate:,.0f} rows/s of one process") for name, rate in rows.items()]
-        show_answer(json, "data-bench", facts, **rows)
-        return
     done = verb(source, size=size, images=images, seconds=seconds, on=on, labels=labels, numbering=numbering)
     if json:
         show_json("data-bench", **vars(done))

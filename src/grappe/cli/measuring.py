@@ -29,8 +29,9 @@ from grappe.cli.application import (
 )  # fmt: skip
 from grappe.cli.exit import show, show_facts, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
-from grappe.errors.foreign_text import html_text
 from grappe.fields import Counts, split, whole_numbers
+from grappe.language import translated_name
+from grappe.launch.files import RUNS
 from grappe.launch.rank import rank_from_environment
 from grappe.launch.terminal import complain, progress, say, waiting, write
 from grappe.sites.sbatch import JobOptions
@@ -131,7 +132,6 @@ def measure(
     *fields: FieldText,
     plan: Plans = None,
     options: Annotated[_Options, OPTIONS] = DEFAULTS,
-    no_advice: bool = False,
     site: Annotated[str | None, Parameter(completer=completion.sites)] = None,
     account: str | None = None,
     job_time: str | None = None,
@@ -147,7 +147,6 @@ def measure(
 
     Args:
         plan: A plan to measure; repeatable: one, replicate=2. The first is the baseline.
-        no_advice: Do not measure plans that the first figures suggest.
         site: Submit each training as a Slurm job of this cluster (see: grappe sites).
         account: Account to bill for such jobs.
         job_time: Time limit of such a job: 30m. Default: 1 h.
@@ -198,7 +197,7 @@ def measure(
         points = verb.gather(gather)
     else:
         points = verb.measure(
-            name, plans, options=options, advise=not no_advice, data=data, fields=texts, note=complain, begun=progress
+            name, plans, options=options, advise=options.why, data=data, fields=texts, note=complain, begun=progress
         )
     explanations = explain(name, points, options=options, data=data, fields=texts, note=complain) if options.why else []
     largest = [str(batch) for batch in verb_largest(name, plans, data, texts)] if largest_batch else []
@@ -224,8 +223,7 @@ def _show_points(
     if json:
         show_json(**content, largest_batch=list(largest))
         return code
-    losses = verdict.losses(points)
-    figures = ["", verdict.table(points), *([] if losses is None else ["", losses]), "", *verdict.notes(points)]
+    figures = ["", verdict.table(points), "", *verdict.notes(points)]
     for shown in (*verdict.sentences(points), *verdict.explained(explanations), *figures, *largest):
         show(shown)
     return code
@@ -264,31 +262,27 @@ def report(
     predictions: bool = False,
     weights: bool = False,
     foresee: bool = False,
-    live: bool = False,
     json: Json = False,
 ) -> None:
     """Write one HTML file that opens offline: results, curves, time, memory, scaling, configuration.
 
     Args:
-        places: Runs' or studies' folders, or files of grappe measure --out.
+        places: Runs' or studies' folders, or files of grappe measure --out. Default: the last run.
         out: The file. Default: report.html, in the run's folder if there is one.
         predictions: Predict the validation samples now: a confusion matrix, and pictures, where there are classes.
         weights: Histograms of the parameters' values, of the newest checkpoints.
         foresee: Compare memory and step with the forecast, which traces each model once.
-        live: Write the page again every few seconds until the runs end; it reloads itself.
     """
     from grappe.training.run import Run
     from grappe.verbs.report import report as verb
     from grappe.verbs.report.report import compared
+    from grappe.verbs.runs import last_run
 
     output.check(out, streams=False)
-    if live and (predictions or weights or foresee):
-        raise UsageError("--live shows what the runs write: leave out --predictions, --weights and --foresee")
+    places = places or (last_run(RUNS),)
     if json:
         show_json("report", **compared([Run(place) for place in places]))
-    if live:
-        show(str(verb.live(places, out)))
-    elif out is not None or not json:
+    if out is not None or not json:
         file = verb.report(places, out, foresee=foresee, predictions=predictions, weights=weights)
         if not json:
             show(str(file))
@@ -326,7 +320,7 @@ def curves(
         output.write(out, stream.getvalue())
 
 
-COLUMNS = ("plan", "verdict", "first differs", "loss", "gradient norm", "weights", "tolerated", "why")
+COLUMNS = ("plan", "verdict", "first differs", "loss", "gradient norm", "weights", "tolerated")
 
 
 @app.command
@@ -353,7 +347,7 @@ def verify(
         record: Record what one process computes here, in this file of at most 5 MB, for another machine.
         with_: Compare with such a file of another machine: the first step, unit and operator that differ.
         steps: Optimizer steps of each trial. Default: 8; of a record 4.
-        out: Write the findings to this file, .json or .html.
+        out: Write the findings to this JSON file.
     """
     if script or task is None:
         alone = [] if task is not None or against or record or with_ else script or []
@@ -362,7 +356,7 @@ def verify(
         raise UsageError("--record and --with take one process: leave out --against, and give one of them")
     if not (record or with_ or against or plan):
         raise UsageError("grappe verify needs a plan: give --plan replicate=2, once for each plan")
-    output.check(out, ".json", *((".html",) if plan and not (record or with_ or against) else ()))
+    output.check(out, ".json")
     output.check(record, streams=False)
     texts = preflight([""] if against else plan or [""], task, fields)
     if record or with_:
@@ -385,7 +379,9 @@ def verify(
         return _show_agreement("verify --against", agreement, same, {"task": task, "script": against}, out, json=json)
     from grappe.verbs.verify import verify as verb
 
-    findings = list(verb.verify(task, plan or (), fields=texts, data=data, steps=steps, note=progress))
+    findings = list(
+        verb.verify(task, plan or (), fields=texts, data=data, steps=steps, note=progress, complain=complain)
+    )
     _end_progress()
     return _show_verdicts(task, findings, out, json=json)
 
@@ -397,7 +393,7 @@ def _show_verdicts(task: str, findings: Sequence[PlanVerdict], out: Path | None,
     else:
         tick = " ✓" if (sys.stdout.encoding or "").lower().startswith("utf") else ""
         rows = [verdict_cells(finding, tick * finding.learns_the_same) for finding in findings]
-        show(filled_table(COLUMNS, [[*row[:-1], ""] for row in rows]))
+        show(filled_table(COLUMNS, rows))
         reasons = plain_table("", "")
         for finding, (plan_text, *_) in zip(findings, rows, strict=True):
             lines = "\n".join([*finding.causes, *finding.notes]).splitlines()
@@ -406,10 +402,7 @@ def _show_verdicts(task: str, findings: Sequence[PlanVerdict], out: Path | None,
         if reasons.row_count:
             show("")
             show(reasons)
-    if out is not None and out.suffix == ".html":
-        output.write(out, html_page(task, findings))
-    else:
-        output.write_json(out, "verify", task=task, findings=findings)
+    output.write_json(out, "verify", task=task, findings=findings)
     return EXIT_OK if all(finding.learns_the_same for finding in findings) else EXIT_FAILURE
 
 
@@ -501,39 +494,15 @@ def _show_compared(task: str, here: Recorded, out: Path | None, *, json: bool) -
 def verdict_cells(finding: PlanVerdict, tick: str = "") -> list[str]:
     """Makes a row under COLUMNS, the verdict with a `tick`; differences are relative."""
     gap, verdict = finding.difference, f"{finding.verdict}{tick}"
-    why = "; ".join([*finding.causes, *finding.notes])
     if gap is None:
-        return [finding.plan or "one process", verdict, "", "", "", "", "", why]
-    first = "" if gap.first is None else f"step {gap.first + 1} ({', '.join(gap.what)})"
+        return [finding.plan or "one process", verdict, *[""] * 5]
+    first = "" if gap.first is None else f"step {gap.first + 1} ({', '.join(map(translated_name, gap.what))})"
     norm = "" if gap.norm is None else f"{gap.norm:.1e}"
     weights = f"{gap.weights:.1e}" + (f" ({gap.tensor})" if gap.tensor else "")
     return [
         finding.plan or "one process", verdict, first, f"{gap.loss:.1e}", norm, weights,
-        f"{gap.tolerance:.1e}", why,
+        f"{gap.tolerance:.1e}",
     ]  # fmt: skip
-
-
-def html_page(task: str, findings: Sequence[PlanVerdict]) -> str:
-    """Renders one HTML page that needs no other file."""
-    cells = [verdict_cells(finding) for finding in findings]
-    parts = [f"<h1>grappe verify {html_text(task)}</h1>", _rows(COLUMNS, cells)]
-    for finding in findings:
-        names = ("loss", "loss tolerated", "norm", "norm tolerated", "weights", "weights tolerated")
-        rows = [
-            [str(number), *(f"{step[name]:.1e}" for name in names)]
-            for number, step in enumerate(finding.difference.steps if finding.difference else (), start=1)
-        ]
-        parts.append(f"<h2>{html_text(finding.plan or 'one process')}</h2>{_rows(('step', *names), rows)}")
-    style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left}"
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>grappe verify</title><style>{style}</style>'
-    return f"{head}{''.join(parts)}</html>\n"
-
-
-def _rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(texts: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html_text(cell)}</{tag}>" for cell in texts) + "</tr>"
-
-    return f"<table>{line(columns, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
 
 
 @app.command

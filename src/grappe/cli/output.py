@@ -14,7 +14,7 @@ from grappe.cli.exit import json_form
 from grappe.errors import UsageError
 from grappe.launch import files
 from grappe.launch.rank import is_main_process
-from grappe.launch.terminal import say
+from grappe.launch.terminal import write as write_text
 
 
 def check(file: Path | None, *endings: str, streams: bool = True) -> None:
@@ -52,7 +52,7 @@ def write(file: Path | None, text: str) -> None:
         return
     try:
         if _is_standard_output(file):
-            say(text, end="")
+            write_text(text, end="")
         elif _is_device(file):
             file.write_text(text)
         else:

@@ -38,6 +38,8 @@ class Arrays(Dataset):
 
     def __init__(self, inputs: Any, targets: Any, *, transform: Callable[[Any], Any] | None = None) -> None:
         self.inputs, self.targets = (tree_map(as_tensor, _of_rows(data)) for data in (inputs, targets))
+        self.columns = tuple(map(str, getattr(inputs, "columns", ())))
+        """Names of the columns of a pandas frame of inputs; (): they have none."""
         self._rows: Tensor | None = None
         self._has_copies = False
         self._on_gpu: torch.device | None = None

@@ -141,6 +141,8 @@ def check(dataset: object, split: str, task: Task) -> int:
             f"{what} gave a pair of arrays, not pairs of samples: `return grappe.Arrays(inputs, targets)`{place}"
         )
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        if dataset is None and split == "test":
+            raise TaskError(f"{type(task).__name__} has no test split: its data('test') returns None{place}")
         advice = "Is a `return` missing?" if dataset is None else "list(…) makes one of what can be iterated"
         raise TaskError(f"{what} gave {kind}: it needs __len__ and __getitem__. {advice}{place}")
     try:

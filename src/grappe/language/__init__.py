@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from grappe.language.catalogue import Catalogue
 
-__all__ = ["catalogue_of", "translated", "translated_cell", "translated_line", "translated_name"]
+__all__ = ["catalogue_of", "translated", "translated_cell", "translated_line", "translated_name", "translated_numbers"]
 
 
 VARIABLE = "GRAPPE_LANG"
@@ -58,13 +58,19 @@ def translated(text: object, stream: IO[str] | object = None) -> object:
 def translated_cell(text: str, stream: object = None) -> str:
     """Returns a table's cell in the user's language; one word only if it is one of STATES, or a number."""
     is_text = " " in text.strip() or text in STATES or text[:1].isdigit()
-    return translated_line(text, stream) if is_text else text
+    return translated_line(text, stream) if is_text else translated_numbers(text, stream)
 
 
 def translated_line(line: str, stream: object = None) -> str:
     """Returns a line of results in the user's language, if enough of it is known: others may have written it."""
     catalogue = _catalogue_for(stream)
     return line if catalogue is None else catalogue.result(line)
+
+
+def translated_numbers(text: str, stream: object = None) -> str:
+    """Returns a text of numbers and names with the numbers as the user's language writes them."""
+    catalogue = _catalogue_for(stream)
+    return text if catalogue is None else catalogue.numbers(text)
 
 
 def translated_name(name: str, stream: object = None) -> str:

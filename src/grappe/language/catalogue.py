@@ -8,7 +8,7 @@ import functools
 import itertools
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Formatter
 
@@ -26,7 +26,12 @@ NAMES = re.compile(r"\S+(?: or \S+)+")
 AMOUNT = r"±?\d[\d.,]*(?:e[+-]\d+)?%?(?: (?:[kMGT]B|m?s|W|J))?"
 AMOUNTS = re.compile(rf"{AMOUNT}(?: (?:to )?{AMOUNT})?(?: \({AMOUNT} to {AMOUNT}\))?")
 """Measured values, ranges of them, a value with its uncertainty: 3,100 MB, 2 MB to 3 MB, 1 ms ±10%, 2 (1 to 3)."""
-THOUSANDS = re.compile(r"(?<=\d),(?=\d{3})")  # in French a comma is a decimal point
+NUMBER = re.compile(
+    r"(?P<kept>\[[^\]]*\]|`[^`]*`|(?:--[\w-]+|\b(?:torch|python|numpy|pandas|version|cuda|driver|glibc|nccl)) [\d.]+)"
+    r"|(?<![^\s(])[-+±~]?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d+)?%?(?=[\s);:!?]|[.,](?:\s|$)|/s\b|$)",
+    re.IGNORECASE,
+)
+"""A number in a sentence; or what has none: lists, options' values and versions, as they are typed."""
 BYTES = re.compile(r"(?<= [kMGT])B")
 NO_WORDS = re.compile(r"\S*[/=]\S*")
 """Paths and settings, which count neither as known nor as unknown."""
@@ -58,11 +63,17 @@ class Catalogue:
         """Returns the translation of a message; what is not known in it stays as it is."""
         if len(english) > LONGEST:
             return english
-        return _Message(self._templates, self.text(" or ")).best(english, 0)[1]
+        return self.numbers(_Message(self._templates, self.text).best(english, 0)[1])
 
     def result(self, english: str) -> str:
         """Returns the translation of a line or a cell of results, of which a part must be known: others wrote most."""
-        return english if len(english) > LONGEST else self._result(english)
+        return english if len(english) > LONGEST else self.numbers(self._result(english))
+
+    def numbers(self, text: str) -> str:
+        """Returns the text with a decimal comma and spaces in its numbers, up to what others say."""
+        mark = FOREIGN.search(text)
+        ours, theirs = (text, "") if mark is None else (text[: mark.start()], text[mark.start() :])
+        return NUMBER.sub(_number, ours) + theirs
 
     def name(self, english: str) -> str:
         """Returns the translation of the name of a table's column or row."""
@@ -70,7 +81,7 @@ class Catalogue:
         return other or (self.result(english) if " " in english else english)
 
     def _translation(self, english: str) -> str:
-        message = _Message(self._templates, self.text(" or "))
+        message = _Message(self._templates, self.text)
         weight, other = message.heaviest(english)
         return other if weight >= PART_KNOWN * LETTER * sum(map(str.isalpha, NO_WORDS.sub("", english))) else english
 
@@ -86,9 +97,9 @@ class Catalogue:
 class _Message:
     """Translates one message by the templates that share most of it; templates of its values included."""
 
-    def __init__(self, templates: list[Template], listing: str) -> None:
+    def __init__(self, templates: list[Template], fixed: Callable[[str], str]) -> None:
         self._templates = templates
-        self._listing = listing
+        self._fixed = fixed
         self._found: dict[tuple[str, int], tuple[int, str]] = {}
 
     def heaviest(self, text: str) -> tuple[int, str]:
@@ -105,7 +116,7 @@ class _Message:
             least: letters of a template that may be meant.
         """
         if AMOUNTS.fullmatch(text):
-            return _amounts(text)
+            return self._amounts(text)
         if " " not in text.strip():
             return (0, text) if least else (self._by_one_template(text, depth, least) or (0, text))
         if depth > DEEPEST or len(self._found) > MOST:
@@ -124,7 +135,7 @@ class _Message:
     def _by_one_template(self, text: str, depth: int, least: int) -> tuple[int, str] | None:
         """The translation by one template; None: none is this text's."""
         if AMOUNTS.fullmatch(text):
-            return _amounts(text)
+            return self._amounts(text)
         candidates = []
         for template in self._templates:
             values = template.values(text) if template.letters >= least else None
@@ -187,7 +198,7 @@ class _Message:
     def _sentences(self, text: str, depth: int) -> tuple[int, str] | None:
         """The translation of a text's known sentences, or of a list; None: none is known before what others say."""
         if NAMES.fullmatch(text):
-            return 0, text.replace(" or ", self._listing)
+            return 0, text.replace(" or ", self._fixed(" or "))
         mark = FOREIGN.search(text)
         if mark is None and (listed := self._list(text, depth)) is not None:
             return listed
@@ -201,6 +212,10 @@ class _Message:
                     return translation[0] + more, end.join(parts)
         return None
 
+    def _amounts(self, text: str) -> tuple[int, str]:
+        """The weight and the French form of AMOUNTS."""
+        return sum(map(str.isalpha, text)) * LETTER, BYTES.sub("o", text.replace(" to ", self._fixed(" to ")))
+
     def _sentence(self, text: str, depth: int) -> tuple[int, str] | None:
         return self._by_one_template(text, depth, FEW) or self._capital(text, depth, FEW)
 
@@ -210,9 +225,8 @@ def _is_foreign(template: Template, values: Sequence[str]) -> bool:
     return bool(values) and not template.texts[0].strip() and FOREIGN.search(values[0]) is not None
 
 
-def _amounts(text: str) -> tuple[int, str]:
-    """The weight and the French form of AMOUNTS."""
-    return sum(map(str.isalpha, text)) * LETTER, BYTES.sub("o", THOUSANDS.sub(" ", text).replace(" to ", " à "))
+def _number(match: re.Match[str]) -> str:
+    return match[0] if match["kept"] else match[0].replace(",", " ").replace(".", ",").replace("%", " %")
 
 
 def _word(text: str, end: int) -> int:

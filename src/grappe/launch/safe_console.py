@@ -90,6 +90,6 @@ def fact_table(facts: Iterable[tuple[str, object]]) -> Table:
     return table
 
 
-def wide_console(stream: IO[str], *, soft_wrap: bool = False) -> SafeConsole:
+def wide_console(stream: IO[str]) -> SafeConsole:
     """A console as wide as the terminal, or wide enough for any table where `stream` is none."""
-    return SafeConsole(stream, width=None if stream.isatty() else WIDTH, soft_wrap=soft_wrap)
+    return SafeConsole(stream, width=None if stream.isatty() else WIDTH)

@@ -47,6 +47,10 @@ def end_as_programs_do(numbers: Sequence[int] | None = None) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS if numbers is None else numbers)
 
 
+SAVE = -(2.0**-20)
+"""A flag that any process's 1.0 outweighs, also in a mean over processes and in half precision."""
+
+
 class StopSignal:
     """Remembers a signal or the end of the time limit; the running step informs the other processes.
 
@@ -57,7 +61,8 @@ class StopSignal:
     """
 
     flag = 0.0
-    """1.0 after a signal or the end of the time limit."""
+    """1.0 after a signal or the end of the time limit; SAVE where a checkpoint is asked for."""
+    _stops = False
 
     def __init__(self, time_limit: float | None = None, environment: Mapping[str, str] = os.environ) -> None:
         self.deadline: float | None = None
@@ -86,12 +91,18 @@ class StopSignal:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.flag = 1.0
+        self._stops, self.flag = True, 1.0
+
+    def ask_to_save(self, asks: bool) -> None:
+        """Asks all processes to save after a step, or no longer; a signal that comes meanwhile is kept."""
+        self.flag = SAVE if asks else 0.0
+        if self._stops:
+            self.flag = 1.0
 
     def check_time(self) -> None:
         """Sets the flag if the time limit ends before a further step and a save have ended."""
         if self.deadline is not None and time.time() + self._margin > self.deadline:
-            self.flag = 1.0
+            self._stops, self.flag = True, 1.0
 
 
 def _end_by_sigterm() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
@@ -15,13 +17,14 @@ from grappe.launch.rank import ProcessRank
 from grappe.words import count_of
 
 CLEAR = "\r\033[K"
+NARROWEST = 20  # columns of a terminal
 TERMINAL = "GRAPPE_TERMINAL"  # the variable with process 0's way to the user, and the user's language
 
 
 def say(text: object, stream: IO[str] | UserStream | None = None, *, end: str = "\n") -> None:
     """Writes lines of text to `stream`, the standard output by default, each in the user's language."""
     stream = sys.stdout if stream is None else stream
-    write("\n".join(translated_line(line, stream) for line in str(text).split("\n")), stream, end=end)
+    write(wrapped("\n".join(translated_line(line, stream) for line in str(text).split("\n")), stream), stream, end=end)
 
 
 def write(text: object, stream: IO[str] | UserStream | None = None, *, end: str = "\n") -> None:
@@ -35,7 +38,24 @@ def write(text: object, stream: IO[str] | UserStream | None = None, *, end: str 
 def complain(text: object, stream: IO[str] | UserStream | None = None) -> None:
     """Writes lines of text to the standard error, or another stream, in the user's language."""
     stream = sys.stderr if stream is None else stream
-    write(translated(text, stream), stream)
+    write(wrapped(translated(text, stream), stream), stream)
+
+
+def wrapped(text: object, stream: IO[str] | UserStream, indent: int = 0) -> str:
+    """Breaks lines between words at a terminal's width; elsewhere, and in a longer word, lines stay whole.
+
+    Args:
+        indent: columns before each further line.
+    """
+    if not stream.isatty():
+        return str(text)
+    columns = 0
+    with contextlib.suppress(OSError):  # it says that it is a terminal, and is none
+        columns = os.get_terminal_size(stream.fileno()).columns
+    width = max(NARROWEST + indent, columns or shutil.get_terminal_size().columns)
+    fill = textwrap.TextWrapper(width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    lines = str(text).split("\n")
+    return "\n".join(fill.fill(line) if len(line) > width else line for line in lines)
 
 
 def progress(words: str) -> None:

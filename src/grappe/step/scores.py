@@ -232,7 +232,8 @@ class Metrics:
             except Exception as error:
                 raise TaskError(
                     f"the metric '{name}' does not take what the model and the data give, an output {form(output)} "
-                    f"and a target {form(micro.targets)}: {sentence(error, self._task, 'metrics')}"
+                    f"and a target {form(micro.targets)}: {sentence(error)}. Let scored(self, output) return "
+                    "what it takes, such as output.logits, output.squeeze(1) or output.argmax(1)"
                 ) from error
 
     def _scored(self, output: Any) -> Any:

@@ -264,9 +264,9 @@ class CheckedSteps:
         what = max(gaps, key=lambda name: gaps[name] if math.isfinite(gaps[name]) else math.inf)
         self.distances[step] = gap = gaps[what]
         if gap <= tolerance:
-            of = "first step" if ours else "first loss"
-            exact = f"checked: {whose} {of}, to the bit"
-            return "" if not self._first else f"checked: {whose} {of}, to {gap:.0e}" if gap else exact
+            difference = f"{gap:.0e}" if gap else "the bit"
+            of_loss = f"checked: {whose} first loss, to {difference}"
+            return "" if not self._first else f"checked: {whose} first step, to {difference}" if ours else of_loss
         if tolerance < largest > gap / 10:
             return ""  # said of an earlier step
         with self._apart():

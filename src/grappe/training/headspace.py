@@ -18,6 +18,7 @@ from grappe.profiling.chronometer import StepTimes
 from grappe.profiling.phases import IN_A_STEP, PHASES, START
 
 WORTH_SAYING = 0.05  # of the time
+LEAST_SECONDS = 30.0  # of a training without its start: in a shorter one nobody gains by less
 LARGE = 50_000  # bytes of a picture's file: one of short side 256 has about 20 kB
 
 
@@ -30,21 +31,12 @@ class Headspace:
     share: float
     """Share of the training's time without its start."""
     advice: str = ""
-    """Advice on what to change; "": the share is small."""
+    """Advice on what to change; "": the share is small, or the training short."""
 
     @property
     def faster(self) -> float:
         """Computes by how much infinitely fast data would make the training faster: 0.3, at 1.3 times the rate."""
         return self.share / (1 - self.share) if self.share < 1 else math.inf
-
-    def __str__(self) -> str:
-        """Formats the lost time, and its remedy, as a sentence."""
-        if self.share < WORTH_SAYING:
-            return f"waiting for samples took {self.waited:.1f} s, {self.share:.1%} of the time"
-        return (
-            f"with infinitely fast data this run would be {self.faster:.0%} faster "
-            f"({self.share:.0%} of its time went into waiting for samples): {self.advice}"
-        )
 
     def as_json(self) -> dict[str, Any]:
         """Returns the content of a record of the curves, and of run.json."""
@@ -70,7 +62,8 @@ def headspace(timing: StepTimes, loaders: Sequence[BatchLoader], world: World, *
         idle = timing.means["data"] / (sum(timing.means.values()) or 1.0)
         waited = idle * steps + sum(loader.waited for loader in loaders[1:])
     share, waited = max(world.gather((min(1.0, waited / seconds), waited)))
-    advice = _advice(share, loaders[0], world, tuned=tuned) if share >= WORTH_SAYING else ""
+    is_worth_saying = share >= WORTH_SAYING and seconds >= LEAST_SECONDS
+    advice = _advice(share, loaders[0], world, tuned=tuned) if is_worth_saying else ""
     return Headspace(waited=waited, share=share, advice=advice)
 
 
@@ -82,9 +75,8 @@ def _advice(share: float, loader: BatchLoader, world: World, *, tuned: bool) -> 
     cores, workers = own_cores(world.process), loader.loading.workers
     needed = workers_needed(share, workers)
     if not tuned and workers < min(needed, cores):
-        parts = [f"use workers={min(needed, cores)}"]
-    else:
-        parts = [f"ask for {cores + max(1, needed - workers)} cores for each process"]
+        return f"try workers={min(needed, cores)} in --plan"
+    parts = [f"ask for {cores + max(1, needed - workers)} cores for each process"]
     dataset = loader.dataset
     while isinstance(dataset, RepeatedDataset | Subset):
         dataset = dataset.dataset

@@ -49,7 +49,7 @@ from grappe.step.task_contract import Plateau, model_of
 from grappe.task import Task, overrides, split_name
 from grappe.training.checked_steps import CheckedSteps
 from grappe.training.headspace import Headspace
-from grappe.training.options import Options
+from grappe.training.options import SAVE_SECONDS, Options
 from grappe.training.run import Run
 from grappe.training.watchdog import Watchdog
 from grappe.training.watchers.base import Outcome, Record, RunInfo
@@ -159,6 +159,8 @@ class Training:
         self._stop: str | None = None
         self._saved_step = -1
         self._saving_seconds, self._began = 0.0, time.perf_counter()
+        self._asks_to_save = self.world.rank == 0 and options.save_every is None and self._evaluates
+        self._saved_at, self._save_asked = self._began, False
         self._limited = ""
 
     def resume(self, checkpoint: Checkpoint, tensors: Weights) -> None:
@@ -270,6 +272,8 @@ class Training:
                 finding = self.check.after(result)
             if finding:
                 self.watchers.call("checked", result.batch.step, finding)
+        if self._asks_to_save and time.perf_counter() - self._saved_at > SAVE_SECONDS:
+            self.stop_signal.ask_to_save(True)
         if self.stop_signal.deadline is not None:
             self.stop_signal.check_time()
         self._read_previous_step()
@@ -286,7 +290,7 @@ class Training:
         last = step == self.info.last_step and self._evaluates
         evaluate = last or not step % self._evaluate_every
         save = last or not step % self._save_every
-        if not (evaluate or save or self._stop is not None):
+        if not (evaluate or save or self._save_asked or self._stop is not None):
             return False
         self._read_previous_step()
         self._notify_watchers()
@@ -294,10 +298,14 @@ class Training:
         self.progress.evaluation_pending = evaluate and self._stop is not None
         if evaluate and not self.progress.evaluation_pending:
             self._evaluate(step)
-        if last or self._stop is not None or (save and self._save_is_due()):
+        if last or self._stop is not None or ((save or self._save_asked) and self._save_is_due()):
             self._save(step)
         elif save and self.progress.evaluated_step == step and not self.progress.since_best:
             self._save(step, hold=True)
+        self._saved_at = time.perf_counter() if save or self._save_asked else self._saved_at
+        if self._save_asked:
+            self._save_asked = False
+            self.stop_signal.ask_to_save(False)
         return self._stop is not None
 
     def _read_previous_step(self) -> None:
@@ -330,6 +338,7 @@ class Training:
             self._notify_watchers()
         if flag > 0 and self._stop is None:
             self._stop = "interrupted"
+        self._save_asked = self._save_asked or flag < 0
 
     def _diverged(self, record: Record, batch: Batch, own: Sequence[Tensor]) -> DivergedError:
         """Returns the error of a loss that is no number: whose samples it was, if not everybody's. Collective."""

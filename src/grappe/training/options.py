@@ -12,6 +12,9 @@ from grappe.fields import CountOrPart, Duration, Names, Part, Ranks, at_least
 
 LONGEST_NOTE = 500  # characters
 
+SAVE_SECONDS = 60.0
+"""Seconds between checkpoints, where the user does not say when to save."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
@@ -26,7 +29,7 @@ class Options:
     validation_batches: int | None = None
     """Evaluate on this number of validation batches only; the time of an evaluation of all is then estimated."""
     save_every: int | None = None
-    """Steps between checkpoints. Default: each epoch, as far as a twentieth of the time allows."""
+    """Steps between checkpoints. Default: each epoch and minute, as far as a twentieth of the time allows."""
     patience: int | None = None
     """Early stopping: stop after this number of evaluations without a lower loss."""
     steps: int | None = None
@@ -56,7 +59,7 @@ class Options:
     print_every: CountOrPart | None = None
     """Steps, or the part of an epoch (0.1), between lines of training loss and metrics. Default: each evaluation."""
     log: Names = ()
-    """Loggers besides the run's curves: tensorboard, wandb (offline), mlflow, trackio."""
+    """Loggers besides the run's curves: tensorboard, wandb (offline), mlflow."""
     tag: Names = ()
     """Tags of the run, which grappe runs --tag selects: baseline,ablation."""
     note: str = ""

@@ -25,7 +25,7 @@ from grappe.engines.shared.carried import CarriedState
 from grappe.errors import OutOfMemory
 from grappe.errors.user_code import naming_user_line
 from grappe.launch.child import doubt, early_log, end_now, redirect
-from grappe.launch.imports import import_quietly
+from grappe.launch.imports import import_quietly, without_collection
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
 from grappe.launch.terminal import user_stream
@@ -50,11 +50,14 @@ from grappe.training.reporting import announce, note_optimizer, report, reportin
 from grappe.training.request import Request, Result, make_watchers
 from grappe.training.run import Run
 from grappe.training.start_run import Data, StartedRun, start_run
+from grappe.training.task_reference import TaskReference
 from grappe.training.watchdog import Watchdog
 from grappe.training.watchers.base import ClockWatcher, Outcome, RunInfo, Watcher
 from grappe.training.watchers.curves import LoggedLoader, NoiseWatcher, SampleLog
 from grappe.training.watchers.meter import Meter, slow_node, used
 from grappe.training.watchers.watcher_list import WatcherList, gradients_hooked
+
+SLOW_IMPORT = 3.0  # seconds, from which on a start says what it waited for
 
 
 def worker(request: Request, process: ProcessRank, rendezvous_folder: Path) -> Result:
@@ -81,7 +84,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     world = join(plan, process, rendezvous_folder)
     stop_signal = StopSignal(options.time_limit)
     stop_signal.install()  # not while this process waits for the others: there is nothing to save yet
-    engine_class, task = engines.check(plan), request.task.resolve()
+    engine_class, (task, notes) = engines.check(plan), _imported(request.task)
     if options.noise_scale:
         refuse_noise_scale(task, plan)
     own_watchers = make_watchers(request.watchers) if request.watchers and world.rank == 0 else []
@@ -107,7 +110,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
         ):
             info = _run_info(request, task, batches, started, world)
             if terminal is not None:
-                announce(terminal, task, info, plan, (*started.notes, *batches.notes), world)
+                announce(terminal, task, info, plan, (*started.notes, *batches.notes, *notes), world)
 
             batches.phase = clock.switch
             tensors = started.checkpoint.read_tensors()
@@ -222,6 +225,15 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
         world.barrier()
     world.leave()
     return Result(run=info.folder, status=outcome.status, step=outcome.step)
+
+
+def _imported(reference: TaskReference) -> tuple[Task, list[str]]:
+    """Imports and makes the task; returns it with a note, if what its file imports took long."""
+    began = time.perf_counter()
+    with without_collection():
+        task = reference.resolve()
+    seconds = time.perf_counter() - began
+    return task, [f"importing what the task's file needs took {seconds:.1f} s"] if seconds > SLOW_IMPORT else []
 
 
 def _with_memory_chosen(request: Request, world: World, rendezvous_folder: Path) -> tuple[Request, Plan, World]:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from grappe.checkpoint.commit import read_json, write_json
 from grappe.checkpoint.format import Checkpoint, step_folder
-from grappe.errors import RunError, UsageError, nearest
+from grappe.errors import GrappeError, RunError, UsageError, nearest
 from grappe.launch import files
 from grappe.launch.start import start
+from grappe.launch.terminal import complain
 from grappe.plan import AnyPlan, as_plan
 from grappe.step.scores import Scores
 from grappe.task import SPLITS, Task, split_name
@@ -56,10 +57,17 @@ def evaluate(
     if split not in SPLITS:
         raise UsageError(f"split={split}: {nearest(split, SPLITS)}")
     reference = resolve_task(run, task)
-    choice, chosen = choose(run, checkpoint)
-    work = functools.partial(checkpoint_scores, run.folder, chosen.step, split, trained, rounding)
     launcher = functools.partial(start, run=run.folder)
-    scores = short_run(work, reference, as_plan(plan), data_of(run, data), run=launcher)
+    while True:
+        choice, chosen = choose(run, checkpoint)
+        work = functools.partial(checkpoint_scores, run.folder, chosen.step, split, trained, rounding)
+        try:
+            scores = short_run(work, reference, as_plan(plan), data_of(run, data), run=launcher)
+            break
+        except GrappeError:  # of a training that runs, which keeps its newest checkpoints
+            if chosen.folder.exists() or checkpoint not in (None, "last", "best"):
+                raise
+            complain(f"grappe: the training has removed {chosen.folder.name} meanwhile: evaluating a newer one")
     if rounding == "fp32" and not trained:
         with contextlib.suppress(OSError, RunError):  # another user's run
             kept = read_json(run.folder / SCORES) if files.kind(run.folder / SCORES) else {}

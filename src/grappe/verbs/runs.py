@@ -5,8 +5,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import datetime
 import math
 import sys
+import textwrap
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,9 +18,10 @@ from grappe.checkpoint.commit import verify
 from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import RunError, UsageError
 from grappe.errors.foreign_text import entries, number
-from grappe.language import translated_name
+from grappe.language import translated_cell, translated_name
 from grappe.launch.safe_console import fact_table
-from grappe.training.run import Run, all_runs
+from grappe.training.run import DESCRIPTION, Run, all_runs
+from grappe.training.watchers.expected_end import span
 from grappe.verbs.submit.jobs import submitted
 from grappe.words import count_of, filled_table, format_number, plan_name
 
@@ -28,20 +32,23 @@ UNREADABLE = "run.json cannot be read"
 NO_SCORES = ("kind", "step", "samples", "count")
 
 
+LONGEST_STATUS = 32  # characters of a status in the table; `grappe runs RUN` shows all of it
+
+
 def listing(base: Path, tag: str | None = None) -> Table | str:
-    """Makes a table of the runs under `base`; with `tag`, of those that have it."""
+    """Makes a table of the runs under `base`, the newest last; with `tag`, of those that have it."""
     runs = all_runs(base)
     folders = sorted(base.iterdir()) if base.is_dir() else []
     submissions = {folder: submitted(folder) for folder in folders if not Run.is_run(folder)}
     waiting = {entry: str(jobs[-1]["job"]) for entry, jobs in submissions.items() if jobs}
     if not runs and not waiting:
         return f"no run in {base}: grappe train digits makes one"
-    rows = list[tuple[str, ...]]()
+    entries = list[tuple[float, tuple[str, ...]]]()
     for run in runs:
         try:
             description = run.read_description()
         except RunError:
-            rows.append((run.folder.name, "", UNREADABLE, "", "", "", ""))
+            entries.append((0.0, (run.folder.name, "", UNREADABLE, *[""] * 6)))
             continue
         tags = description.get("tags", [])
         if tag is not None and tag not in tags:
@@ -49,14 +56,39 @@ def listing(base: Path, tag: str | None = None) -> Table | str:
         evaluation = run.last_record("evaluation")
         step = str(run.step_reached(description) or "")
         plan = plan_name(description.get("plan"))
-        status, name = run.read_status(description), description.get("name", "")
-        scores = shown_scores(evaluation)
-        rows.append((run.folder.name, name, status, scores, step, plan, ", ".join(tags)))
+        status = textwrap.shorten(
+            translated_cell(run.read_status(description), sys.stdout), LONGEST_STATUS, placeholder=" …"
+        )
+        began, seconds = started_at(description), number(description.get("used", {}).get("seconds"))
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) if began else ""
+        took = "" if not seconds else span(seconds) if seconds >= 60 else f"{seconds:.0f} s"
+        scores, name = shown_scores(evaluation), description.get("name", "")
+        entries.append((began, (run.folder.name, name, status, scores, step, when, took, plan, ", ".join(tags))))
+    rows = [row for _, row in sorted(entries, key=lambda entry: entry[0])]
     if tag is None:
-        rows += [(run.name, "", f"submitted, job {job}", "", "", "", "") for run, job in waiting.items()]
+        rows += [(run.name, "", f"submitted, job {job}", *[""] * 6) for run, job in waiting.items()]
     elif not rows:
         return f"no run in {base} has the tag {tag}"
-    return filled_table(("run", "name", "status", "validation", "step", "plan", "tags"), rows)
+    return filled_table(("run", "name", "status", "validation", "step", "started", "time", "plan", "tags"), rows)
+
+
+def last_run(base: Path) -> Path:
+    """Finds the run under `base` that was written last.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if not (runs := all_runs(base)):
+        raise UsageError(f"no run in {base}: give one, or a file of grappe measure --out")
+    return max((run.folder for run in runs), key=lambda folder: (folder / DESCRIPTION).lstat().st_mtime)
+
+
+def started_at(description: Mapping[str, Any]) -> float:
+    """Reads when a run's first start was, as time.time has it; 0.0: unknown."""
+    try:
+        return datetime.datetime.fromisoformat(str(description.get("started"))).timestamp()
+    except ValueError:
+        return 0.0
 
 
 def facts(base: Path, folder: Path | None = None, tag: str | None = None) -> list[dict[str, Any]]:

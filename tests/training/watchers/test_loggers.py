@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
@@ -122,8 +121,8 @@ def log_records(data: bytes) -> Iterator[bytes]:
 
 
 def test_a_logger_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert logger.names() == ["mlflow", "tensorboard", "trackio", "wandb"]
-    with pytest.raises(UsageError, match="there is mlflow, tensorboard, trackio, wandb"):
+    assert logger.names() == ["mlflow", "tensorboard", "wandb"]
+    with pytest.raises(UsageError, match="there is mlflow, tensorboard, wandb"):
         logger.find("visdom")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install wandb"):
@@ -218,17 +217,3 @@ def test_a_stand_in_for_mlflow_gets_one_run_over_restarts(tmp_path: Path, monkey
     assert logged == losses(tmp_path / "run")
     assert ("epochs", "3") in run.params
     assert run.status == "FINISHED"
-
-
-def test_a_stand_in_for_trackio_gets_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same training was logged by hand with trackio 0.43."""
-    monkeypatch.setenv("TRACKIO_DIR", "")
-    monkeypatch.delenv("TRACKIO_DIR")
-    rows: list[tuple[int, dict]] = []
-    run = SimpleNamespace(log=lambda values, step: rows.append((step, values)), finish=lambda: None)
-    stand_in(monkeypatch, "trackio", init=lambda project, name, config, resume, embed: run)
-    train(tmp_path / "run", steps=4, log=("trackio",))
-    train(tmp_path / "run", log=("trackio",))
-    logged = [(step, values["training/loss"]) for step, values in rows if "training/loss" in values]
-    assert logged == sorted(losses(tmp_path / "run").items())
-    assert os.environ["TRACKIO_DIR"] == str(tmp_path / "run" / "trackio")

@@ -20,7 +20,7 @@ PLAN = "device=cpu,threads=1,workers=0"
 def explained(task, plan: str = PLAN, **options) -> tuple[Explanation, list]:
     """Explains a few steps of `task`; the sum of its parts is checked."""
     options = MeasureOptions(steps=3, repeats=1, **{"evaluate_every": 10**6, "save_every": 10**6, **options})
-    points = verb.measure(task, (plan,), options=options, advise=False)
+    points = verb.measure(task, (plan,), options=options)
     (found,) = explain(task, points, options=options)
     assert found.breakdown is not None, found.failure
     assert sum(found.breakdown.parts.values()) == pytest.approx(found.breakdown.seconds)
@@ -40,7 +40,7 @@ PLANS = (
 def test_every_kind_of_plan_is_divided_and_has_a_verdict() -> None:
     options = MeasureOptions(steps=3, repeats=1)
     task = Planted(validation=64, width=32, layers=4)
-    points = verb.measure(task, [f"device=cpu,threads=1,{one}" for one in PLANS], options=options, advise=False)
+    points = verb.measure(task, [f"device=cpu,threads=1,{one}" for one in PLANS], options=options)
     assert [one.failure for one in points] == [""] * len(PLANS)
     assert verdict.sentences(points)
     for one in explain(task, points, options=options):

@@ -85,7 +85,43 @@ class Wide(Plain):
         return Arrays(torch.ones(29, 25_000), torch.arange(29) % 3)
 
 
-TASKS = {"plain": Plain, "wide": Wide, "pairs": Pairs, "digits": Digits, "photographs": Photographs}
+class Houses(Plain):
+    """Rows of a table, with names."""
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        rows = pytest.importorskip("pandas").DataFrame(torch.randn(29, 4).numpy(), columns=["a", "b", "c", "d"])
+        return Arrays(rows, torch.arange(29) % 3)
+
+
+class OwnPictures(torch.utils.data.Dataset):
+    """A user's dataset, which says how a file becomes inputs."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def of_file(self, file: Path) -> torch.Tensor:
+        return torch.tensor(Image.open(file).size * 2).float()
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.ones(4), 0
+
+
+class OfFiles(Plain):
+    """Trained on that dataset, or a part of it."""
+
+    def data(self, split: str, folder: Path) -> Any:
+        return torch.utils.data.Subset(OwnPictures(), range(9))
+
+
+TASKS = {
+    "houses": Houses,
+    "files": OfFiles,
+    "plain": Plain,
+    "wide": Wide,
+    "pairs": Pairs,
+    "digits": Digits,
+    "photographs": Photographs,
+}
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +169,29 @@ def test_json_lines_of_arrays(given, tmp_path: Path) -> None:
     assert same(given("plain", lines), given("plain", "validation"))
     whole = write(tmp_path / "whole.ndjson", [[1, 2, 3, 4], [0.5, 2, 3, 4]])  # types are the task's, not a line's
     assert same(given("plain", whole), given("plain", torch.tensor([[1.0, 2, 3, 4], [0.5, 2, 3, 4]])))
+
+
+def test_rows_by_the_names_of_columns(given, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    expected = given("houses", torch.tensor([[1.0, 2, 3, 4], [5.5, 6, 7, 8]]))
+    lines = write(tmp_path / "a.jsonl", [{"d": 4, "a": 1, "c": 3, "b": 2}, [5.5, 6, 7, 8]])
+    assert same(given("houses", lines), expected)
+    table = tmp_path / "a.csv"
+    table.write_text('\ufeffb,a,price,c,d\r\n2,1,"x, y",3,4\r\n\r\n6,5.5,,7,8\r\n')
+    assert same(given("houses", table), expected)
+    assert "a, b, c, d are taken as the file has them" in capsys.readouterr().err
+    for text, match in (("a,b,c\n1,2,3\n", "line 1: there is no d"), ("a,b,c,d\n1,x,3,4\n", "line 2: .*'x'")):
+        table.write_text(text)
+        with pytest.raises(DataError, match=match):
+            given("houses", table)
+    with pytest.raises(DataError, match="no names of columns"):
+        given("plain", table)
+
+
+def test_a_users_dataset_says_how_a_file_becomes_inputs(given, folder: Path) -> None:
+    picture = folder / "photographs" / "class0" / "00.png"  # 20 x 14
+    assert same(given("files", picture), given("files", torch.tensor([[20.0, 14, 20, 14]])))
+    with pytest.raises(DataError, match=r"of_file\(self, file\)"):
+        given("plain", picture)
 
 
 def test_json_lines_of_objects_and_several_lengths(given, tmp_path: Path) -> None:
@@ -295,7 +354,9 @@ def test_pictures_that_cannot_be_taken(given, tmp_path: Path) -> None:
             given(task, tmp_path / name)
     with pytest.raises(UsageError, match="several inputs are pictures"):
         given("digits", [tmp_path / "large.png", tmp_path / "a.npy"])
-    with pytest.raises(UsageError, match=r"a\.txt: give one of train, validation, test, a \.npy file, JSON lines"):
+    with pytest.raises(
+        UsageError, match=r"a\.txt: give one of train, validation, test, a \.npy or \.csv file, JSON lines"
+    ):
         given("digits", tmp_path / "a.txt")
 
 

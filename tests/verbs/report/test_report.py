@@ -1,10 +1,8 @@
 """The report in a real browser: every plot drawn, nothing asked of anybody, no complaint, whatever the runs' state."""
 
-import contextlib
 import dataclasses
 import json
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,6 @@ import torch
 
 import tests.parity.tasks
 from grappe.checkpoint.commit import write_json
-from grappe.checkpoint.lease import Lease
 from grappe.contrib.tune.journal import importance
 from grappe.contrib.tune.space import Trial
 from grappe.contrib.tune.study import make_study
@@ -23,7 +20,7 @@ from grappe.errors import RunError, UsageError
 from grappe.training.run import CODE, SCORES, Run
 from grappe.verbs.load import load
 from grappe.verbs.report.predictions import histogram
-from grappe.verbs.report.report import compared, gather, html, live, report, thinned
+from grappe.verbs.report.report import compared, gather, html, report, thinned
 from tests import chromium
 from tests.contrib.tune.test_study import SEARCH, filled
 from tests.parity.tasks import Images
@@ -240,37 +237,6 @@ def test_losses_that_are_no_numbers_are_in_no_bin() -> None:
     assert sum(histogram(torch.tensor([0.0, 1.0, nan, inf]))["samples"]) == 2
     assert sum(histogram(torch.tensor([0.5, 0.5]))["samples"]) == 2
     assert histogram(torch.tensor([nan]))["samples"] == [0] * 30
-
-
-def test_a_report_is_kept_current_until_its_runs_end(browser: chromium.Browser, run: Path, tmp_path: Path) -> None:
-    going = another(run, "live", status="running")
-    (going / "done").unlink()
-    lease = Lease(going)
-    lease.take()
-    file = tmp_path / "live.html"
-    writer = threading.Thread(target=live, args=([going], file), kwargs={"every": 1.0})
-    writer.start()
-
-    def wait_for(expression: str, wanted: object) -> None:
-        value = None
-        while value != wanted:
-            with contextlib.suppress(AssertionError):  # while the page loads
-                value = browser.evaluate(expression)
-
-    try:
-        while not file.exists():
-            time.sleep(0.05)
-        with contextlib.suppress(AssertionError):
-            browser.open(file)
-        summary = "document.getElementById('summary').textContent"
-        wait_for(summary, "running, step 9")
-        wait_for("document.getElementById('across').value = 'epoch'", "epoch")
-        Run(going).finish()
-        wait_for(f"[{summary}, DATA.reloads]", ["finished, step 9", 0])
-        assert browser.evaluate("document.getElementById('across').value") == "epoch"
-    finally:
-        lease.release()
-        writer.join()
 
 
 def test_a_report_in_french(browser: chromium.Browser, run: Path, monkeypatch, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from grappe.language import translated, translated_cell, translated_name
+from grappe.language import translated, translated_cell, translated_name, translated_numbers
 from grappe.launch.safe_console import SafeConsole
-from grappe.launch.terminal import UserStream
+from grappe.launch.terminal import UserStream, wrapped
 from grappe.step.scores import Scores
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 from grappe.training.watchers.expected_end import ExpectedEnd
@@ -55,7 +55,9 @@ class Console(Watcher):
         self._end = None if self._live else end
         # Other output goes above the bar, unless it is redirected to a log.
         self._shared = stream.fileno() == sys.stdout.fileno() if self._live else False
-        self._unit = f" {sample}/s" if not self._live or self._console.width >= WIDE else "/s"
+        self._unit = (
+            f" {translated_name(f'{sample}/s', stream)}" if not self._live or self._console.width >= WIDE else "/s"
+        )
         self._progress: Progress | None = None
         self._steps = 0  # since the bar was drawn
         self._record: Record | None = None
@@ -63,8 +65,6 @@ class Console(Watcher):
         self._info: RunInfo | None = None
         self._rate = 0.0
         self._seconds, self._between = 0.0, REFRESH_SECONDS
-        self._epochs = list[float]()  # seconds of the steps of epochs that began and ended here
-        self._epoch_seconds, self._epoch_steps = 0.0, 0
 
     def started(self, info: RunInfo) -> None:
         self._info = info
@@ -93,12 +93,6 @@ class Console(Watcher):
         self._seconds += record.seconds
         self._steps += 1
         assert self._info is not None
-        self._epoch_seconds += record.seconds
-        self._epoch_steps += 1
-        if record.step % self._info.steps_per_epoch == 0:
-            if self._epoch_steps == self._info.steps_per_epoch:
-                self._epochs.append(self._epoch_seconds)
-            self._epoch_seconds, self._epoch_steps = 0.0, 0
         if self._prints is not None:
             self._print_loss(record, self._prints)
         if self._end is not None and (line := self._end.stepped(record.step)) is not None:
@@ -117,12 +111,10 @@ class Console(Watcher):
             return
         rate = self._loss_steps * self._info.batch_size / self._loss_seconds if self._loss_seconds else 0.0
         loss = statistics.fmean(self._losses) if self._losses else math.nan
-        self._console.print(
-            Text(
-                f"{self._word('epoch')} {record.epoch + 1:>2}  {self._word('step')} {record.step:>4}  "
-                f"{self._word('loss')} {format_number(loss)}{_metrics(record.metrics)}  lr {record.lr:.3g}  "
-                f"{self._speed(rate)}"
-            )
+        self._print(
+            f"{self._word('epoch')} {record.epoch + 1:>2}  {self._word('step')} {record.step:>4}  "
+            f"{self._word('loss')} {format_number(loss)}{_metrics(record.metrics)}  lr {record.lr:.3g}  "
+            f"{self._speed(rate)}"
         )
         self._losses, self._loss_steps, self._loss_seconds = [], 0, 0.0
 
@@ -134,12 +126,10 @@ class Console(Watcher):
         epoch = -(-step // self._info.steps_per_epoch)
         train = f"{self._word('loss')} {format_number(self._record.loss)}  " if self._record else ""
         loss = f"{self._word(scores.split)} {format_number(scores.loss)}"
-        self._console.print(
-            Text(
-                f"{self._word('epoch')} {epoch:>2}  {self._word('step')} {step:>4}  {train}"
-                f"{loss}{_metrics(scores.metrics)}  {self._speed(self._rate)}"
-                f"{translated(end, self._console.file)}"
-            )
+        self._print(
+            f"{self._word('epoch')} {epoch:>2}  {self._word('step')} {step:>4}  {train}"
+            f"{loss}{_metrics(scores.metrics)}  {self._speed(self._rate)}"
+            f"{translated(end, self._console.file)}"
         )
 
     def checked(self, step: int, finding: str) -> None:
@@ -164,6 +154,7 @@ class Console(Watcher):
             return
         metrics = _metrics(self._scores.metrics) if self._scores is not None else ""
         text = f"{self._word('loss')} {format_number(self._record.loss)}{metrics}  {self._speed(self._rate)}"
+        text = translated_numbers(text, self._console.file)
         step, epoch = self._record.step, self._record.epoch + 1
         began = time.perf_counter()
         self._progress.update(self._bar, completed=step, description=text, epoch=epoch, refresh=True)
@@ -191,10 +182,8 @@ class Console(Watcher):
         parts = [f"{self._word(name)} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= least]
         rows.append(("time", str(translated(f"{total:.1f} s: {', '.join(parts)}", self._console.file))))
         if outcome.headspace.advice:
-            rows.append(("data", str(outcome.headspace)))
-        if len(self._epochs) > 1:
-            between = f"{min(self._epochs):.3g} to {max(self._epochs):.3g}"
-            rows.append(("epoch", f"{statistics.median(self._epochs):.3g} s ({between})"))
+            waits = outcome.headspace
+            rows.append(("data", f"waiting for data: {waits.share:.0%} of the time: {waits.advice}"))
         rows += _memory(outcome, self._word)
         rows += [("engine", remark) for remark in outcome.remarks]
         rows.append(("run", str(self._info.folder)))
@@ -205,13 +194,21 @@ class Console(Watcher):
         for name, value in rows:
             shown.append((self._word(name), translated_cell(value, self._console.file)))
         width = max(len(name) for name, _ in shown)
-        return [Text(f"{name:<{width}}  {value}") for name, value in shown]
+        commands = ("grappe ", str(self._info.folder))  # what is copied stays in one piece
+        return [
+            Text(line if value.startswith(commands) else wrapped(line, self._console.file, width + 2))
+            for name, value in shown
+            for line in [f"{name:<{width}}  {value}"]
+        ]
 
     def _word(self, name: str) -> str:
         return translated_name(name, self._console.file)
 
     def _speed(self, rate: float) -> str:
-        return f"{translated(f'{rate:,.0f}', self._console.file)}{self._unit}"
+        return f"{rate:,.0f}{self._unit}"
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(translated_numbers(line, self._console.file)))
 
 
 def _memory(outcome: Outcome, word: Callable[[str], str]) -> list[tuple[str, str]]:

@@ -21,7 +21,6 @@ from grappe.data.corpus.index import open_index as open_corpus_index
 from grappe.data.images.decode import NoPicture, decoded, header_of, is_turned, simplejpeg
 from grappe.data.images.index import Reader, open_index, quarantined, write_quarantine
 from grappe.data.images.listing import is_image
-from grappe.data.sampling import SampleOrder
 from grappe.data.shards.selection import LeftOut
 from grappe.errors import DataError
 from grappe.errors.foreign_text import printable
@@ -259,25 +258,3 @@ def index_corpus(
         "size": 0 if made.file is None else made.file.stat().st_size,
         "seconds": time.monotonic() - began,
     }
-
-
-def bench_corpus(source: Path, *, dtype: str | None, end: int | None, seconds: float) -> dict[str, float]:
-    """Times the reading of rows by one process, in rows a second: in the files' order, and in an epoch's.
-
-    Raises:
-        DataError: the corpus is missing, or damaged.
-    """
-    corpus = Corpus(source, dtype=dtype, end=end)
-    count, order = len(corpus), corpus.epoch_order()
-    orders = {"in_files": SampleOrder(seed=0, length=count, batch_size=64, shuffle=False)}
-    orders["in_epoch"] = SampleOrder(seed=0, length=count, batch_size=64, sampling=order)
-    rates = {}
-    corpus.row(0)  # the format's library is imported
-    for name, of_rows in orders.items():
-        began, step = time.perf_counter(), 0
-        while (passed := time.perf_counter() - began) < seconds:
-            for place in of_rows.ids(0, step % of_rows.steps_per_epoch).tolist():
-                corpus.row(place)
-            step += 1
-        rates[name] = min(step * 64, step * count) / passed
-    return rates

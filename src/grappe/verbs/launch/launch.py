@@ -36,7 +36,7 @@ from grappe.launch import files, imports, local
 from grappe.launch.files import RUNS
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.start import start
-from grappe.launch.terminal import complain, say, write
+from grappe.launch.terminal import complain, write
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.multiprocessing import start_as_python_does
 from grappe.training.run import Run, new_folder
@@ -375,5 +375,5 @@ _OTHER_NAME = (
 def _exit_code(end: SystemExit) -> int:
     """Returns the exit code of a script that has ended; writes its message, as Python does."""
     if isinstance(end.code, str):
-        say(end.code, sys.stderr)
+        write(end.code, sys.stderr)
     return end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_FAILURE

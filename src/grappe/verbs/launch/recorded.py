@@ -45,6 +45,7 @@ from grappe.training.interception import (
     parameters_of,
     rows_of,
 )
+from grappe.training.options import SAVE_SECONDS
 from grappe.training.own_loop_objects import KeptObjects
 from grappe.training.own_loop_run import LoopFolder, StepLog
 from grappe.training.own_loop_world import join_world
@@ -62,8 +63,6 @@ from grappe.verbs.launch.surroundings import dates_of_clock, surroundings_shared
 from grappe.verbs.launch.variables import Unchanged, Variables, variables_of
 
 T = TypeVar("T")
-SAVE_SECONDS = 60.0
-"""Seconds that a killed script loses at most, without --save-every."""
 MOST_READ = 1 << 26  # bytes of what a script has read, which each checkpoint holds
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import os
 import re
 import secrets
 import statistics
@@ -52,7 +53,7 @@ def measure(
     plans: Sequence[AnyPlan] = ("",),
     *,
     options: MeasureOptions | None = None,
-    advise: bool = True,
+    advise: bool = False,
     data: Path | str | None = None,
     fields: Mapping[str, object] | None = None,
     note: Callable[[str], None] = lambda line: None,
@@ -62,7 +63,7 @@ def measure(
 
     Args:
         options: the extent of each measurement; the points take turns, so that a busy moment affects all equally.
-        advise: whether to measure the plans that the first verdict suggests, too.
+        advise: whether to measure a larger batch, too, for `explain`.
         note: callback, called with a line about each training that has ended.
         begun: callback, called with a line about each training that begins.
 
@@ -84,13 +85,14 @@ def measure(
         training = dataclasses.replace(request, task=task, plan=plan)
         return short_training(training, run, functools.partial(measured_point, count=turn == 0))
 
+    load = before if (before := os.getloadavg()[0]) > 1 + (os.cpu_count() or 1) else 0.0
     with scratch("measure") as folder:
         points = _measured(functools.partial(train, weak=options.weak), folder, grid, options.repeats, note, begun)
         if advise:
-            advice = verdict.next_points(points)
-            tried = _measured(train, folder / "advice", advice, options.repeats, note, begun)
+            larger = verdict.larger_batch(points)
+            tried = _measured(train, folder / "advice", larger, options.repeats, note, begun)
             points += [dataclasses.replace(point, origin="advice") for point in tried]
-    return _some(points)
+    return _some([dataclasses.replace(point, load=load) for point in points])
 
 
 def measure_script(

@@ -102,6 +102,8 @@ class Measurement:
     sent: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
     """Under domain=, the "messages" and "bytes" that process 0 sends in a step, by purpose."""
     trials: Sequence[TimedRun] = ()
+    load: float = 0.0
+    """The machine's load average just before the measurement, where other programs take all its cores; else 0.0."""
     failure: str = ""
     """The reason why the point could not be measured."""
     unmeasured: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -12,7 +12,7 @@ from grappe.language import translated_line
 from grappe.plan import Plan
 from grappe.verbs.measure.breakdown import MOST_WORKERS, SMALL_BATCH, USEFUL, Remedy, TimeBreakdown
 from grappe.verbs.measure.points import COMPUTING, Measurement, as_json, baseline, efficiency, efficiency_loss
-from grappe.words import filled_table, first_line, plain_table, plan_name, sent_in_step
+from grappe.words import and_more, filled_table, first_line, plain_table, plan_name, sent_in_step
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,15 +70,24 @@ def _advice(good: Sequence[Measurement]) -> Iterator[str]:
                 f"{title(point)}: {share:.0%} of the time goes into communication: a larger batch_size, or "
                 "fewer processes, make it less"
             )
-    for point in good:
-        if point.origin == "advice" and point.batch == good[0].batch:
-            yield f"tried: {title(point)} gives {point.rate / good[0].rate:.2f} times {title(good[0])}"
-    yield from _one_more_process(good)
+    yield from _several_processes(good)
+
+
+def _is_apart(point: Measurement, other: Measurement) -> bool:
+    """Returns whether no trial of one point was as fast as one of the other, on a machine without other programs."""
+    slow, fast = sorted((point, other), key=lambda each: each.rate)
+    return max(slow.rates) < min(fast.rates) and not point.load
 
 
 def _fastest(good: Sequence[Measurement]) -> Iterator[str]:
-    if len(good) > 1:
+    if busy := good[0].load:
+        yield f"other programs take this machine's cores (load {busy:.0f}): no plan is called faster"
+    elif len(good) > 1:
         best = max(good, key=lambda point: point.rate)
+        if rivals := [title(point) for point in good if point is not best and not _is_apart(best, point)]:
+            several = f"{title(best)} and {and_more(rivals, 3)}"
+            yield f"the ranges of {several} overlap: none is called faster; give more --repeats"
+            return
         gain = best.rate / good[0].rate
         lead = f", {gain:.1f} times {title(good[0])}" if gain > FASTER else ""
         yield f"fastest: {title(best)}, {best.rate:,.0f} samples/s{lead}"
@@ -88,7 +97,7 @@ def _fastest(good: Sequence[Measurement]) -> Iterator[str]:
             yield f"least energy: {title(frugal)}, {frugal.joules:.3g} J a sample"
     on_cpu = [point for point in good if point.device == "cpu"]
     on_gpu = [point for point in good if point.device != "cpu"]
-    if on_cpu and on_gpu:
+    if on_cpu and on_gpu and not busy:
         cpu, gpu = (max(some, key=lambda point: point.rate) for some in (on_cpu, on_gpu))
         if cpu.rate > gpu.rate * FASTER:
             several = f"{cpu.processes} CPU processes are" if cpu.processes > 1 else "one CPU process is"
@@ -147,8 +156,8 @@ def _small_slices(point: Measurement, good: Sequence[Measurement]) -> Iterator[s
         )
 
 
-def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
-    """Predicts the gain of one more process, by Amdahl's law over the points of the first point's kind."""
+def _several_processes(good: Sequence[Measurement]) -> Iterator[str]:
+    """Says what the most processes gain over the fewest, of the points of the first point's kind."""
     first = good[0]
     family = {  # of plans with as many processes, the fastest
         point.processes: point
@@ -162,16 +171,12 @@ def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
         return
     alone, many = min(family), max(family)
     last = family[many]
+    if not _is_apart(last, family[alone]):
+        return
     speed = last.rate / family[alone].rate
-    # step(n) = fixed + shared / n, through the ends (Amdahl 1967)
-    few_step, many_step = (family[count].batch / family[count].rate for count in (alone, many))
-    shared = (few_step - many_step) / (1 / alone - 1 / many)
-    fixed = many_step - shared / many
-    if shared <= 0:
+    if speed <= 1:
         yield f"more processes than {alone} do not help at this batch size"
         return
-    # Where nothing seems fixed (noise, caches that fit better) one more brings no more than its share.
-    bring = many_step / (fixed + shared / (many + 1)) if fixed > 0 else (many + 1) / many
     gone = efficiency_loss(last, family[alone])
     parts = {
         "waiting for data": gone["data"],
@@ -182,10 +187,7 @@ def _one_more_process(good: Sequence[Measurement]) -> Iterator[str]:
     worst = max(parts, key=lambda part: parts[part])
     share = efficiency(last, family[alone])
     where = f"; most is lost to {worst}, {parts[worst]:.0%}" if parts[worst] > 0.05 and speed < many / alone else ""
-    yield (
-        f"{many} processes are {speed:.1f} times as fast as {alone} (efficiency {share:.0%}{where}); one more would "
-        f"bring about {bring - 1:+.0%}"
-    )
+    yield f"{many} processes are {speed:.1f} times as fast as {alone} (efficiency {share:.0%}{where})"
 
 
 def _alike(point: Measurement) -> Plan:
@@ -194,19 +196,10 @@ def _alike(point: Measurement) -> Plan:
     return dataclasses.replace(Plan.parse(point.plan), **{name: getattr(Plan(), name) for name in degrees})
 
 
-def next_points(points: Sequence[Measurement]) -> list[tuple[Plan, int]]:
-    """Returns the plans and batch sizes that the advice suggests and that were not measured yet."""
+def larger_batch(points: Sequence[Measurement]) -> list[tuple[Plan, int]]:
+    """Returns the first plan with four times its batch, unless several batch sizes were measured."""
     good = [point for point in points if not point.failure]
-    tried = {(point.plan, point.batch) for point in points}
-    plans: list[tuple[Plan, int]] = []
-    if good:
-        point, plan = good[0], Plan.parse(good[0].plan)
-        workers = advised_workers(point)
-        if workers is not None and workers <= MOST_WORKERS:
-            plans.append((dataclasses.replace(plan, workers=workers), point.batch))
-        if len({other.batch for other in good}) == 1:
-            plans.append((plan, 4 * point.batch))
-    return [(plan, batch) for plan, batch in plans if (str(plan), batch) not in tried]
+    return [(Plan.parse(good[0].plan), 4 * good[0].batch)] if len({point.batch for point in good}) == 1 else []
 
 
 COLUMNS = (
@@ -244,19 +237,8 @@ def _row(point: Measurement, points: Sequence[Measurement], first: Measurement) 
     ]
 
 
-def losses(points: Sequence[Measurement]) -> Table | None:
-    """Makes the table of efficiency losses, each compared with its baseline; None if nothing can be compared."""
-    rows = [
-        (title(point), *(_share(part, sign="+") for part in efficiency_loss(point, base).values()))
-        for point in points
-        if not point.failure and (base := baseline(point, points))
-    ]
-    columns = ("data", "communication", "imbalance", "smaller slices, shared cores", "rest")
-    return filled_table(("efficiency lost to", *columns), rows) if rows else None
-
-
-def _share(part: float, sign: str = "") -> str:
-    return f"{part:{sign}.0%}" if abs(part) >= LEAST else ""
+def _share(part: float) -> str:
+    return f"{part:.0%}" if abs(part) >= LEAST else ""
 
 
 def notes(points: Sequence[Measurement]) -> Iterator[str]:

@@ -5,6 +5,7 @@ Shapes: B samples of a batch; pictures of C x H x W.
 
 from __future__ import annotations
 
+import csv
 import functools
 import io
 import json
@@ -29,6 +30,7 @@ from grappe.data.images.decode import NoPicture, decoded, header_of
 from grappe.data.seeded import SeededDataset
 from grappe.errors import DataError, UsageError, reading
 from grappe.errors.foreign_text import printable
+from grappe.launch.terminal import complain
 from grappe.private_api.torch import tree_map
 from grappe.task import SPLITS, Task
 
@@ -44,12 +46,15 @@ PICTURES = (".jpg", ".jpeg", ".png")
 CHANNELS = {1: "L", 3: "RGB"}
 LARGEST = 1 << 28  # bytes of a file
 STDIN = "-"
-LINES = (".jsonl", ".ndjson")
+LINES, CSV = (".jsonl", ".ndjson"), ".csv"
 PART = 1 << 20  # bytes of lines that are read at a time
 LONGEST = 1 << 26  # bytes of a line
 EXACT = 1 << 53  # up to which a float tells whole numbers apart
 INTEGERS = "biu"  # NumPy's kinds of whole numbers
-Decode = Callable[[bytes], Tensor]
+Decode = Callable[[bytes], Any]
+ReadLine = Callable[[bytes, str], Any]
+"""From a line and its place to a sample's value, as JSON has it, or HEADER."""
+HEADER = object()
 
 
 def source_of(inputs: Any, kind: torch.dtype = torch.float32) -> Source:
@@ -68,12 +73,14 @@ def source_of(inputs: Any, kind: torch.dtype = torch.float32) -> Source:
         return lambda task, data: _of_dataset(task, _split(task, str(inputs), data()))
     file = Path(inputs)
     refuse_package(file)
-    if str(inputs) == STDIN or file.suffix in LINES:
+    if str(inputs) == STDIN or file.suffix in (*LINES, CSV):
         stream = open_lines(file)
 
         def of_lines(task: Task, data: Callable[[], Path]) -> Batches:
-            example = split_reader(task, _split(task, "validation", data()))(np.arange(1))
-            batches = line_batches(stream, str(file), example)
+            dataset = _split(task, "validation", data())
+            example, columns = split_reader(task, dataset)(np.arange(1)), _having(dataset, "columns") or ()
+            read = _csv_reader(task, columns) if file.suffix == CSV else functools.partial(_of_json, columns=columns)
+            batches = line_batches(stream, str(file), example, read)
             return ((lambda batch=batch: batch, count) for batch, count in batches)
 
         return of_lines
@@ -81,7 +88,7 @@ def source_of(inputs: Any, kind: torch.dtype = torch.float32) -> Source:
         array = _read(file)
         return lambda task, data: _of_array(array, kind)
     raise UsageError(
-        f"{file}: give one of {', '.join(SPLITS)}, a .npy file, JSON lines ({', '.join(LINES)}, or - for the "
+        f"{file}: give one of {', '.join(SPLITS)}, a .npy or .csv file, JSON lines ({', '.join(LINES)}, or - for the "
         f"standard input), or pictures ({', '.join(PICTURES)}, or a folder of them)"
     )
 
@@ -89,6 +96,13 @@ def source_of(inputs: Any, kind: torch.dtype = torch.float32) -> Source:
 def _split(task: Task, split: str, folder: Path) -> Any:
     prepare(task, folder)
     return dataset_of(task, split, folder)
+
+
+def _having(dataset: Any, name: str) -> Any:
+    """Returns an attribute of a dataset, or of the one that it takes samples from; None: they have none."""
+    while not hasattr(dataset, name) and hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    return getattr(dataset, name, None)
 
 
 def _of_dataset(task: Task, dataset: Any) -> Batches:
@@ -203,12 +217,15 @@ def picture_dataset(task: Task, files: Sequence[Path], example: Any) -> Dataset:
     if isinstance(example, Images):
         view = example.view
         return _Pictures(files, lambda data: view(data, mix(torch.initial_seed(), 0)))
+    if (of_file := _having(example, "of_file")) is not None:
+        return _Pictures(files, lambda _: None, of_file)
     arrays = in_memory(example)
     stored = None if arrays is None else arrays.stored(np.arange(1))[0]
     if arrays is None or not isinstance(stored, Tensor) or stored.dtype != torch.uint8 or stored.dim() not in (3, 4):
         raise DataError(
             f"{type(task).__name__}'s data do not define how a picture becomes a sample: they are neither "
-            "grappe.data.Images nor Arrays of uint8 [N, C, H, W]. Give samples as a .npy file"
+            "grappe.data.Images nor Arrays of uint8 [N, C, H, W]. Give your dataset a method of_file(self, file) that "
+            "returns the inputs made of a file, or give samples as a .npy file"
         )
     shape, transform = stored.shape[1:], arrays.transform or (lambda batch: batch)
     return _Pictures(files, lambda data: transform(_pixels(data, shape)[None])[0])
@@ -217,8 +234,8 @@ def picture_dataset(task: Task, files: Sequence[Path], example: Any) -> Dataset:
 class _Pictures(Dataset[tuple[Tensor, int]]):
     """Pairs of a picture's sample and 0: the label is never used."""
 
-    def __init__(self, files: Sequence[Path], decode: Decode) -> None:
-        self.files, self.decode = files, decode
+    def __init__(self, files: Sequence[Path], decode: Decode, of_file: Callable[[Path], Any] | None = None) -> None:
+        self.files, self.decode, self.of_file = files, decode, of_file
 
     def __len__(self) -> int:
         return len(self.files)
@@ -227,6 +244,8 @@ class _Pictures(Dataset[tuple[Tensor, int]]):
         file = self.files[index]
         if not file.is_file():
             raise DataError(f"{file} is not a file")
+        if self.of_file is not None:
+            return self.of_file(file), 0
         with reading(file), file.open("rb") as stream:
             content = stream.read(LARGEST)
         try:
@@ -269,7 +288,52 @@ def open_lines(file: Path) -> BufferedReader:
         return BufferedReader(file.open("rb", buffering=0))
 
 
-def line_batches(stream: BufferedReader, name: str, example: Any) -> Iterator[tuple[Any, int]]:
+def _of_json(line: bytes, place: str, columns: Sequence[str] = ()) -> Any:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: this is not JSON: {printable(error, 200)}") from None
+    return _in_order(value, columns, place) if columns and isinstance(value, dict) else value
+
+
+def _in_order(row: dict[str, Any], columns: Sequence[str], place: str) -> list[Any]:
+    """Returns the values of a row in the order of the columns that the task's data have."""
+    if missing := [name for name in columns if name not in row]:
+        raise DataError(f"{place}: there is no {missing[0]}, and the task's data have {', '.join(columns)}")
+    return [row[name] for name in columns]
+
+
+def _csv_reader(task: Task, columns: Sequence[str]) -> ReadLine:
+    """Returns what reads the lines of a CSV file, of which the first names its columns; it may have others besides.
+
+    Raises:
+        DataError: the task's data name no columns.
+    """
+    if not columns:
+        raise DataError(
+            f"{type(task).__name__}'s data have no names of columns, by which a .csv file is read: give "
+            "grappe.Arrays a pandas frame, grappe.Arrays(frame[[…]], frame['…']), or predict a .npy file"
+        )
+    complain(f"grappe: {', '.join(columns)} are taken as the file has them: what data() does to them is not done here")
+    header: list[str] = []
+
+    def read(line: bytes, place: str) -> Any:
+        cells = next(csv.reader([line.decode("utf-8-sig", errors="replace")]))
+        if not header:
+            header.extend(map(str.strip, cells))
+            _in_order(dict.fromkeys(header), columns, place)
+            return HEADER
+        try:
+            return [float(cell) for cell in _in_order(dict(zip(header, cells, strict=False)), columns, place)]
+        except ValueError as error:
+            raise DataError(f"{place}: {printable(error, 200)}: give numbers") from None
+
+    return read
+
+
+def line_batches(
+    stream: BufferedReader, name: str, example: Any, read: ReadLine = _of_json
+) -> Iterator[tuple[Any, int]]:
     """Yields inputs of the model, and their number of samples: of the lines that are there, by shape.
 
     Args:
@@ -286,10 +350,8 @@ def line_batches(stream: BufferedReader, name: str, example: Any) -> Iterator[tu
             if not line.strip():
                 continue
             place = f"{name}, line {number}"
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{place}: this is not JSON: {printable(error, 200)}") from None
+            if (value := read(line, place)) is HEADER:
+                continue
             leaves: list[np.ndarray] = []
             _collect(value, example, place, leaves)
             if waiting and (len(waiting) == BATCH or _shapes(leaves) != _shapes(waiting[0])):

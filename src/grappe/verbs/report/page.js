@@ -87,7 +87,7 @@ function picture({ width, height, pixels, target, predicted, loss, sample }) {
 }
 
 function confusion(grid, { matrix }) {
-  const title = t("confusion matrix"), size = matrix.length, side = Math.min(26, 400 / size), most = Math.max(1, ...matrix.flatMap((row, at) => row.filter((_, column) => column !== at)));
+  const title = t("confusion matrix"), size = matrix.length, side = Math.min(64, 400 / size), most = Math.max(1, ...matrix.flatMap((row, at) => row.filter((_, column) => column !== at)));
   const made = figure(grid, title, t("rows: class; columns: prediction; darker: more samples"), ["", ...matrix.keys()], () => matrix.map((row, at) => [at, ...row]));
   const svg = element("svg", { viewBox: `0 0 ${W} ${size * side + 34}`, role: "img", tabindex: 0, "aria-label": title });
   matrix.forEach((row, at) => {
@@ -320,7 +320,6 @@ function remember() {
     JSON.parse(sessionStorage.getItem(key) || "[]").forEach((kept, index) => { controls[index][value(controls[index])] = kept; });
     addEventListener("pagehide", () => sessionStorage.setItem(key, JSON.stringify(controls.map((control) => control[value(control)]))));
   } catch { /* a browser that keeps nothing for files */ }
-  if (DATA.reloads) setTimeout(() => location.reload(), 1000 * DATA.reloads);
 }
 
 const draw = () => redraws.forEach((one) => one());

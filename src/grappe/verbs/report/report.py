@@ -22,7 +22,6 @@ from grappe.errors import RunError, UsageError
 from grappe.errors.foreign_text import entries, html_text, number, objects, printable
 from grappe.language import catalogue_of, chosen_language, translated
 from grappe.launch import files
-from grappe.launch.terminal import progress
 from grappe.training.run import CODE, SCORES, USAGE, Run
 from grappe.verbs.submit.jobs import failure_notes
 from grappe.words import plan_name
@@ -54,7 +53,6 @@ def report(
     foresee: bool = False,
     predictions: bool = False,
     weights: bool = False,
-    reloads: float = 0.0,
 ) -> Path:
     """Writes a report of `places`: runs' and studies' folders, files of grappe measure and lr-find (--out).
 
@@ -63,7 +61,6 @@ def report(
         foresee: compare each run's memory and step with its forecast; a model that was not traced before is traced.
         predictions: predict each run's validation samples now, with its newest checkpoint.
         weights: count the values of each parameter, of its newest checkpoint.
-        reloads: seconds after which the page loads itself again; 0: never.
 
     Raises:
         RunError: one of `places` is neither a run nor a measurement.
@@ -78,26 +75,10 @@ def report(
     first = paths[0].resolve().name
     title = first if len(paths) == 1 else str(translated(f"{first} and {len(paths) - 1:,} more"))
     try:
-        files.replace(file, html({**gathered, "reloads": reloads}, title).encode(errors="replace"))
+        files.replace(file, html(gathered, title).encode(errors="replace"))
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}: give another with --out") from error
     return file
-
-
-def live(places: Sequence[Path | str], out: Path | str | None = None, *, every: float = LIVE_SECONDS) -> Path:
-    """Writes a report, and again every few seconds until its runs have ended, or Ctrl-C; the page reloads itself.
-
-    Raises:
-        GrappeError: as `report`.
-    """
-    file = report(places, out, reloads=every)
-    progress(f"{file} is written every {every:g} s until the runs end; Ctrl-C stops this alone")
-    runs = [Run(place) for place in places if Run.is_run(Path(place))]
-    with contextlib.suppress(KeyboardInterrupt):
-        while any(run.read_status(run.read_description()) == "running" for run in runs):
-            time.sleep(every)
-            report(places, out, reloads=every)
-    return report(places, out)
 
 
 def gather(

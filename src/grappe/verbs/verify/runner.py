@@ -27,6 +27,7 @@ from grappe.verbs.verify.trained_by_hand import (
     relative,
     trained,
 )
+from grappe.words import plan_name
 
 BOUND = 0.02
 """Tolerance of loss or gradient norm above which agreement says nothing."""
@@ -46,6 +47,8 @@ class TrialRunner:
     run: StartProcesses
     note: Callable[[str], None]
     """Called with a short description of the next training."""
+    complain: Callable[[str], None] = lambda line: None
+    """Called with a difference before its cause is looked for."""
 
     def __post_init__(self) -> None:
         self._references: dict[Any, Reference] = {}
@@ -83,7 +86,7 @@ class TrialRunner:
             steps=self.steps, folder=self.folder, instrumentation=instrumentation, plan=plain,
             slices=slices, pieces=pieces, recorded=recorded,
         )  # fmt: skip
-        return self._reference(request, f"one plain process{_switched_off(instrumentation)}")
+        return self._reference(request, _titled("one plain process", instrumentation))
 
     def _reference(self, request: ReferenceRequest, words: str) -> Reference:
         # The samples are not hashable; the other fields determine them.
@@ -119,7 +122,7 @@ class TrialRunner:
     ) -> tuple[TrialStep, ...]:
         """Runs the plan's steps and compares them with a reference's, and functions of parts with those of wholes."""
         beside = ", each operator beside the whole's" if whole_too else ""
-        self.note(f"{str(plan) or 'one process'}{_switched_off(instrumentation)}{beside}")
+        self.note(f"{_titled(plan_name(plan), instrumentation)}{beside}")
         trial = functools.partial(
             trained_by_plan.trial, instrumentation, self.steps, reference.folder, bool(reference.draws), whole_too
         )
@@ -144,9 +147,9 @@ SWITCH_NAMES = {
 }
 
 
-def _switched_off(instrumentation: Instrumentation) -> str:
+def _titled(plan: str, instrumentation: Instrumentation) -> str:
     off = [words for name, words in SWITCH_NAMES.items() if getattr(instrumentation, name)]
-    return f", with {' and '.join(off)} switched off" if off else ""
+    return f"{plan}, with {' and '.join(off)} switched off" if off else plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -87,12 +87,14 @@ def verify(
     steps: int = STEPS,
     run: StartProcesses = start,
     note: Callable[[str], None] = lambda line: None,
+    complain: Callable[[str], None] = lambda line: None,
 ) -> Verdicts:
     """Compares each plan with one plain process: the same weights, the same global batches, `steps` steps.
 
     Args:
         run: the function that starts processes; for tests.
         note: callback, called with a short description of the next trial.
+        complain: callback, called with a difference before its cause is looked for.
 
     Raises:
         GrappeError: a plan is not supported, or the task does not train.
@@ -114,6 +116,7 @@ def verify(
             folder=Path(folder),
             run=run,
             note=note,
+            complain=complain,
         )
         return Verdicts(judge(runner, plan) for plan in parsed)
 
@@ -184,9 +187,8 @@ class _Judgement:
             notes.append(f"forward keeps {and_more(base.attributes, SHOWN)} for the next batch")
         if verdict in ("same", "same but for these") and tensors:
             notes.append(
-                f"not judged: {and_more(tensors, SHOWN)}, which one process that takes each batch's samples in "
-                f"another order moves by more than {BOUND / FACTOR:.1%}: little but rounding, of a gradient that Adam "
-                "scales up, say"
+                f"not judged: {and_more(tensors, SHOWN)}: rounding alone, which Adam scales up where gradients are "
+                f"small, moves them by more than {BOUND / FACTOR:.1%}"
             )
         return PlanVerdict(
             plan=str(self._plan),
@@ -199,6 +201,7 @@ class _Judgement:
 
     def _of_samples(self, wrong: str) -> PlanVerdict:
         """Trains one process on the wrong samples, to see whether it learns as the plan does."""
+        self._complain()
         plan, instrumentation = self._without(self._asked_for())
         base = self._runner.reference(plan, instrumentation)
         steps = self._runner.trial(plan, instrumentation, base)
@@ -227,6 +230,7 @@ class _Judgement:
 
     def _of_difference(self, notes: Sequence[str] = ()) -> PlanVerdict:
         """Switches off requested features; if the difference disappears, finds the fewest that explain it."""
+        self._complain()
         asked_for = self._asked_for()
         if DROPOUT in asked_for and self._draws_as_one_process():
             asked_for = tuple(feature for feature in asked_for if feature != DROPOUT)
@@ -252,6 +256,13 @@ class _Judgement:
             tensor = f", first of all in {where.tensor}" if "weights" in where.what else ""
             causes = [f"not found: it remains whatever is switched off{tensor}"]
         return self._finding("different", causes, notes)
+
+    def _complain(self) -> None:
+        gap = self._difference
+        self._runner.complain(
+            f"{plan_name(self._plan)} differs from one process in step {(gap.first or 0) + 1} (loss {gap.loss:.1e}, "
+            f"weights {gap.weights:.1e}); looking for the cause"
+        )
 
     def _draws_as_one_process(self) -> bool:
         """Returns whether the recorded draws of each step and slice are those of one process for the whole batch."""
