@@ -24,7 +24,7 @@ from grappe.data.sampling import cut
 from grappe.data.stream import head
 from grappe.domain.batches import cut_batch
 from grappe.domain.parts import Domain
-from grappe.errors import GrappeError, PlanError, TaskError, user_code
+from grappe.errors import DataNotFound, GrappeError, PlanError, TaskError, user_code
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.memory import sharded_with, stepped
 from grappe.foresight.pipeline_trace import Boundaries, stages_of, traced_evaluation, traced_step
@@ -54,10 +54,13 @@ class Batches:
 
     Args:
         plain: a plan of one process, whose precision they have.
+        fake: whether they are of the task's fake_data().
     """
 
-    def __init__(self, task: Task, data: Path, mode: Any, plain: Plan, split: str = "train") -> None:
-        dataset, self._plain = head(dataset_of(task, split, data), COLLATED), plain
+    def __init__(
+        self, task: Task, data: Path, mode: Any, plain: Plan, split: str = "train", *, fake: bool = False
+    ) -> None:
+        dataset, self._plain = head(dataset_of(task, split, data, fake=fake), COLLATED), plain
         self.kept: int = dataset.memory() if isinstance(dataset, Corpus | Mixture) else 0
         """Bytes of blocks that a process that loads samples keeps, at most."""
         self._task, self._dataset, self._mode, self._trains = task, dataset, mode, split == "train"
@@ -235,7 +238,7 @@ class FakeModel:
         self._foreach, self._plain = foreach, plain
         self.mode: Any = fake_tensors()
         with user_code.naming_user_line(task):
-            self.batches = Batches(task, data, self.mode, plain)
+            self.batches, self.absent = self._read_or_faked()
         with explaining_trace_errors(task, "be made"):
             self.plain = on_meta(task, stored_in(plain))
             model = self._build_model()
@@ -249,6 +252,21 @@ class FakeModel:
             self.has_modes = has_modes(optimizer)
             self.parameters, self.together = stepped(optimizer, named, homes, foreach)
         self.samples = self.batches.samples
+
+    def _read_or_faked(self) -> tuple[Batches, str]:
+        """Returns training batches; of fake_data() where the data are not there, and why they are not."""
+        task = self.task
+        try:
+            return Batches(task, self._data, self.mode, self._plain), ""
+        except GrappeError as error:
+            if not isinstance(error, DataNotFound) and not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            if overrides(task, "fake_data"):
+                return Batches(task, self._data, self.mode, self._plain, fake=True), str(error)
+            raise TaskError(
+                f"{error}. To foresee it without its data, write fake_data(self, split) in the task: zeros of their "
+                "shapes"
+            ) from error
 
     def of(self, plan: Plan) -> FakeModel:
         """Returns the fake model with the parameters' type of `plan`."""
@@ -427,7 +445,7 @@ class FakeModel:
 
     @functools.cached_property
     def _validation(self) -> Batches:
-        return Batches(self.task, self._data, self.mode, self._plain, "validation")
+        return Batches(self.task, self._data, self.mode, self._plain, "validation", fake=bool(self.absent))
 
     @property
     def runs_kernels(self) -> bool:

@@ -163,21 +163,27 @@ def _cells(times: PlanTimes, timed: TimedPlan) -> dict[str, str]:
     return cells
 
 
-def notes(times: PlanTimes) -> list[str]:
-    """Explains the figures: which plans cannot be foreseen, and what a process may have."""
+def notes(times: PlanTimes, *, everything: bool = False) -> list[str]:
+    """Explains the figures: which plans cannot be foreseen, and what a process may have.
+
+    Args:
+        everything: also how the figures are foreseen.
+    """
     forecasts = [timed.foreseen for timed in times.plans]
     lines = [reason(forecast.plan, forecast.why) for forecast in forecasts if forecast.needs is None]
     if any(forecast.needs is not None and forecast.needs.peak is None for forecast in forecasts):
         lines.append("more than …: grappe does not predict the activations of such a plan: measure whether it fits")
     if data := max((forecast.needs.data for forecast in forecasts if forecast.needs is not None), default=0):
         lines.append(f"besides, each process and data worker keeps up to {format_bytes(data)} of the corpus")
-    if times.budget is not None:
+    if times.budget is not None and not everything:
+        lines.append("foreseen, not measured on that GPU: --all says how")
+    elif times.budget is not None:
         lines.append(
             f"a process may have {format_bytes(times.budget.size)} ({times.budget.whose}); counted are the higher of "
             "both peaks, a tenth more for what the allocator cannot use, and 1.5 GB for CUDA and NCCL. Not measured on "
             "that GPU"
         )
-    return [*lines, *times.notes]
+    return [*lines, *(times.caveats if everything else ()), *times.notes]
 
 
 def _range(least: int | None, most: int | None) -> str:
@@ -208,7 +214,7 @@ def as_json(times: PlanTimes) -> dict[str, Any]:
             | {"time": timed.time and {**dataclasses.asdict(timed.time), "total": timed.time.total}}
             for timed in times.plans
         ],
-        "notes": times.notes,
+        "notes": (*times.caveats, *times.notes),
     }
 
 
