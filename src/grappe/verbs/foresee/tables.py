@@ -72,9 +72,9 @@ def _fits(times: PlanTimes, timed: TimedPlan) -> bool:
 
 
 def _details(times: PlanTimes, timed: TimedPlan) -> str:
-    compared = times.budget is not None and timed.foreseen.fits is not None
-    of = f" of {format_bytes(times.budget.size)}" if times.budget is not None and compared else ""
-    parts = [f"{format_bytes(times.taken(timed))}{of} a process"]
+    parts = [f"{format_bytes(times.taken(timed))} a process"]
+    if times.budget is not None and timed.foreseen.fits is not None:
+        parts = [f"{format_bytes(times.taken(timed))} of {format_bytes(times.budget.size)} a process"]
     if timed.time is not None and timed.cost is not None:
         parts.append(f"about {_duration(timed.cost.hours)} (±{timed.time.spread:.0%})")
     return ", ".join(parts)
