@@ -331,17 +331,17 @@ def as_plan(plan: AnyPlan) -> Plan:
     raise PlanError(f'{plan!r} is not a plan: write "replicate=2", or {{"replicate": 2}}')
 
 
-SYNCHRONOUS = (
-    "every update waits for all processes, or a plan would learn something else: replicate=N; asynchronous updates, "
-    "local SGD and DiLoCo are not there"
-)
-NO_TRAINING = (
-    "weights of 8 bits are for a trained model, by grappe export RUN --weights int8, and of 4 bits not there; train "
-    "with precision=bf16 or fp16"
-)
 NO_KEYS = {
-    **dict.fromkeys(("async", "asynchronous", "hogwild", "local_sgd", "diloco"), SYNCHRONOUS),
-    **dict.fromkeys(("precision=int8", "precision=int4"), NO_TRAINING),
+    **dict.fromkeys(
+        ("async", "asynchronous", "local_sgd", "diloco"),
+        "every update waits for all processes, or a plan would learn something else: replicate=N; asynchronous "
+        "updates, local SGD and DiLoCo are not there",
+    ),
+    **dict.fromkeys(
+        ("precision=int8", "precision=int4"),
+        "weights of 8 bits are for a trained model, by grappe export RUN --weights int8, and of 4 bits not there; "
+        "train with precision=bf16 or fp16",
+    ),
     "interop": "threads=N are those within an operator; for those between operators, which torch.jit.fork starts, "
     "write torch.set_num_interop_threads(N) at the top of the task's file",
     "offload=nvme:local_scratch": "that is a folder of this name where grappe starts; for the node's own disk write "

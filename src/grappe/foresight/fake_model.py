@@ -154,15 +154,6 @@ def slices_of(task: Task, plan: Plan, samples: int, dataset: int) -> Slices:
     )
 
 
-def refuse_sparse(task: Task, model: nn.Module) -> None:
-    """Raises TaskError if the model has sparse gradients."""
-    if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module in model.modules()):
-        raise TaskError(
-            f"{type(task).__name__} has sparse gradients (nn.Embedding(sparse=True)), whose size depends on the data: "
-            "what they take is not foreseen; grappe measure runs it"
-        )
-
-
 @contextlib.contextmanager
 def explaining_trace_errors(task: Task, what: str) -> Iterator[None]:
     """Context that explains why a model cannot do `what` on fake tensors."""
@@ -242,7 +233,11 @@ class FakeModel:
         with explaining_trace_errors(task, "be made"):
             self.plain = on_meta(task, stored_in(plain))
             model = self._build_model()
-            refuse_sparse(task, model)
+            if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module in model.modules()):
+                raise TaskError(
+                    f"{type(task).__name__} has sparse gradients (nn.Embedding(sparse=True)), whose size depends on "
+                    "the data: what they take is not foreseen; grappe measure runs it"
+                )
             self._blocks = blocks_of(task, self.batches.example).names
             homes = sharded_with(model, self.units(model))
             self.buffers = sum(buffer.nbytes for buffer in model.buffers())
@@ -310,7 +305,11 @@ class FakeModel:
         batch = self._cut(self.batches if trains else self._validation, rows, slices)
 
         def run(model: nn.Module, world: World) -> Trace:
-            units = self.units(model.train(trains))
+            units, own = self.units(model.train(trains)), batch
+            if world.domain is not None:  # this process's part of each sample
+                [micro] = batch.microbatches
+                inputs, targets = cut_batch(self.task, micro.inputs, micro.targets)
+                own = batch._replace(microbatches=(micro._replace(inputs=inputs, targets=targets),))
             hosts = self._checkpointed(model, units or [model], plan)
             if slices.synchronised and world.data_group is not None:
                 synchronise_batchnorm(model, world.data_group)
@@ -319,7 +318,7 @@ class FakeModel:
                     self.task,
                     model,
                     units,
-                    self._of_domain(batch, world),
+                    own,
                     precision,
                     plan,
                     world,
@@ -410,14 +409,6 @@ class FakeModel:
         micros = tuple(batches.of(size).microbatches[0] for size in slices.micros)
         count = float(slices.samples) if isinstance(batch.count, float) else batch.count
         return batch._replace(microbatches=micros, samples=slices.samples, count=count)
-
-    def _of_domain(self, batch: Batch, world: World) -> Batch:
-        """Returns this process's part of each sample of a batch of one microbatch."""
-        if world.domain is None:
-            return batch
-        [micro] = batch.microbatches
-        inputs, targets = cut_batch(self.task, micro.inputs, micro.targets)
-        return batch._replace(microbatches=(micro._replace(inputs=inputs, targets=targets),))
 
     def _run(self, plan: Plan, what: str, run: Callable[[nn.Module, World], T], part: int = 0) -> T:
         """Runs a model as on the first process of the replicate and tensor axes; twice where it is split.

@@ -116,13 +116,6 @@ def budget_of(site: str) -> MemoryBudget:
     return budget
 
 
-def budget_here(gpus: LocalGpus | None) -> MemoryBudget | None:
-    """Returns the memory of this machine's GPUs."""
-    from grappe.foresight.search import MemoryBudget
-
-    return None if gpus is None else MemoryBudget(whose=f"this machine's {gpus.name}", size=gpus.memory)
-
-
 def budget_in(site: Site) -> MemoryBudget | None:
     """Reads the memory of a site's GPU; None: the site does not name it."""
     from grappe.foresight.search import MemoryBudget
@@ -163,7 +156,7 @@ def foresee(
     from grappe.foresight.devices import device_reported
     from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.kernels import Kernels
-    from grappe.foresight.search import candidates, foreseen, in_words, on_each_number
+    from grappe.foresight.search import MemoryBudget, candidates, foreseen, in_words, on_each_number
     from grappe.launch.world import cores
     from grappe.verbs.foresee.measured_step import LocalGpus
 
@@ -176,9 +169,9 @@ def foresee(
         return (place is not None or gpus_here is not None) and plan.device != "cpu"
 
     kinds = {on_gpu(plan) for plan in requested}
-    budget = None
-    if True in kinds:
-        budget = budget_here(gpus_here) if site is None else budget_of(site)
+    budget = None if site is None or True not in kinds else budget_of(site)
+    if gpus_here is not None and True in kinds:
+        budget = MemoryBudget(whose=f"this machine's {gpus_here.name}", size=gpus_here.memory)
     reference = TaskReference.of(task, fields)
     resolved = reference.resolve()
     folder = data_folder(data)
@@ -278,8 +271,7 @@ def _on_gpus(fake_model: FakeModel, forecasts: Sequence[Foreseen], site: Site, f
     device = fabric.device
     plans = []
     for forecast in forecasts:
-        time_of, plan = None, Plan.parse(forecast.plan)
-        why = ""
+        time_of, plan, why = None, Plan.parse(forecast.plan), ""
         if forecast.needs is not None:
             try:
                 time_of = gpu_time(fake_model, plan, fabric, batch=forecast.batch)

@@ -36,7 +36,13 @@ ALIKE = 1.05  # figures of which neither is this many times the other are the sa
 
 def answer(times: PlanTimes, aim: Aim) -> list[str]:
     """Says which plan to take; of GPU-hours and core-hours, which are not compared, one sentence each."""
-    return [_answer(several, aim) for several in _comparable(times, aim)]
+    kinds = [
+        [timed for timed in times.plans if timed.cost is not None and timed.cost.on_gpus is gpu]
+        for gpu in (True, False)
+        if aim == "cheapest"
+    ]
+    comparable = [dataclasses.replace(times, plans=tuple(plans)) for plans in kinds if plans]
+    return [_answer(several, aim) for several in comparable or [times]]
 
 
 def _answer(times: PlanTimes, aim: Aim) -> str:
@@ -191,17 +197,6 @@ def _range(least: int | None, most: int | None) -> str:
         return ""
     texts = format_bytes(least), format_bytes(most)
     return texts[0] if texts[0] == texts[1] else " to ".join(texts)
-
-
-def _comparable(times: PlanTimes, aim: Aim) -> list[PlanTimes]:
-    """Returns the plans that an aim compares: GPU-hours and core-hours are not compared with each other."""
-    if aim != "cheapest":
-        return [times]
-    kinds = (
-        [timed for timed in times.plans if timed.cost is not None and timed.cost.on_gpus is gpu]
-        for gpu in (True, False)
-    )
-    return [dataclasses.replace(times, plans=tuple(plans)) for plans in kinds if plans] or [times]
 
 
 def as_json(times: PlanTimes) -> dict[str, Any]:

@@ -353,10 +353,10 @@ def with_time(submission: Submission) -> tuple[Submission, str, tuple[str, ...] 
     made = (job.env or site.job.environment) in MADE_ON_NODES
     needed = estimate.costs.seconds(remaining) + (MADE_SECONDS if made else HERE_SECONDS)
     limit = time_limit(needed, least, longest(resources, site, job))
-    evaluations = count_of(remaining.evaluations, "evaluation")
+    slow = estimate.costs.step / (1 - estimate.costs.spread)
     text = (
-        f"time limit {clock(limit)}: {remaining.steps:,} steps of {format_seconds(estimate.costs.slow_step)} and "
-        f"{evaluations}, {estimate.origin}, with start-up"
+        f"time limit {clock(limit)}: {remaining.steps:,} steps of {format_seconds(slow)} and "
+        f"{count_of(remaining.evaluations, 'evaluation')}, {estimate.origin}, with start-up"
     )
     if limit >= needed * (1 + MARGIN):
         text = f"{text} and a margin"
