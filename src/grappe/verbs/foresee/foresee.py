@@ -73,7 +73,7 @@ class PlanTimes(Tabular):
     """The GPU that they are of; "": this machine's cores."""
     notes: tuple[str, ...] = ()
     caveats: tuple[str, ...] = ()
-    """How the figures are foreseen, and how uncertain they are."""
+    """Sentences on how the figures are foreseen, for --all."""
     reasons: tuple[str, ...] = ()
     """Reasons why some plans have no time."""
     budget: MemoryBudget | None = None
