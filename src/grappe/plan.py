@@ -339,8 +339,8 @@ NO_KEYS = {
     ),
     **dict.fromkeys(
         ("precision=int8", "precision=int4"),
-        "weights of 8 bits are for a trained model, by grappe export RUN --weights int8, and of 4 bits not there; "
-        "train with precision=bf16 or fp16",
+        "weights of 8 bits are for a trained model, by grappe export RUN --out FOLDER --weights int8, and of 4 bits "
+        "not there; train with precision=bf16 or fp16",
     ),
     "interop": "threads=N are those within an operator; for those between operators, which torch.jit.fork starts, "
     "write torch.set_num_interop_threads(N) at the top of the task's file",
