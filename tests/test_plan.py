@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grappe import engines
 from grappe.errors import PlanError
-from grappe.plan import STRATEGIES, Plan, as_plan, recompute_of
+from grappe.plan import NO_KEYS, STRATEGIES, Plan, as_plan, recompute_of
 
 
 @settings(deadline=None)
@@ -57,6 +57,15 @@ def test_the_plans_that_are_named_exist(name: str) -> None:
     for text in PLANS.findall(STRATEGIES[name]):
         plan = Plan.parse(re.sub(r"=[NM]\b", "=2", text).replace("FOLDER", "/tmp").rstrip(",:"))
         engines.check_name(plan.engine)
+
+
+@pytest.mark.parametrize("part", NO_KEYS)
+def test_words_of_other_pages_are_answered(part: str) -> None:
+    for text in (part, f"replicate=2,{part}" + "=2" * ("=" not in part)):
+        with pytest.raises(PlanError) as refused:
+            Plan.parse(text)
+        assert NO_KEYS[part] in str(refused.value)
+    Plan.parse("engine=deepspeed,shard=2,offload=nvme:scratch")
 
 
 def test_lightnings_own_registry_is_covered() -> None:

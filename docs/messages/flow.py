@@ -14,6 +14,7 @@ from grappe.language.catalogue import NAME
 
 ERRORS = {
     "DataError",
+    "DataNotFound",
     "DivergedError",
     "GrappeError",
     "OutOfMemory",
@@ -28,8 +29,20 @@ SAYING |= {"add_row", "show_either", "fact_table", "filled_table", "plain_table"
 """Functions whose text is shown."""
 NAMING = {"fact_table", "filled_table", "plain_table", "show_facts", "translated_name"}
 """Functions that are given the names of a table's columns or rows."""
-REASONS = {"advice", "failure", "hint", "message", "missing", "notes", "problem", "reason", "reasons", "refused"}
-REASONS |= {"_unsaved", "chosen", "remarks", "unchecked", "unsaved", "whose", "why", "wrong_rule"}
+REASONS = {
+    "advice",
+    "caveats",
+    "failure",
+    "hint",
+    "message",
+    "missing",
+    "notes",
+    "problem",
+    "reason",
+    "reasons",
+    "refused",
+}
+REASONS |= {"_unsaved", "chosen", "remarks", "unchecked", "time_note", "unsaved", "whose", "why", "wrong_rule"}
 """Attributes that hold a part of a message, wherever they are set."""
 RESULTS = ("cli/application.py", "sites/script")
 """Files that make the help, and scripts: of these, only what is raised counts."""

@@ -99,6 +99,7 @@ def others() -> dict[str, set[str]]:
     found |= {NAME.format(text): {"grappe/profiling/phases.py"} for text in PHASES}
     columns = {*tables.SHORT, *tables.MEMORY_PARTS, *tables.TIME_PARTS, "rest"}
     found |= {NAME.format(text): {"grappe/verbs/foresee/tables.py"} for text in columns if " " not in text}
+    found |= {"kWh at most": {"grappe/verbs/foresee/tables.py"}}
     return {**found, " or ": {"grappe/errors/__init__.py"}, " to ": {"grappe/words.py"}}
 
 

@@ -287,6 +287,9 @@ class Plan:
         """
         parts = [] if text.strip() == ONE_PROCESS else [part for part in text.split(",") if part.strip()]
         for part in parts:
+            name = part.strip().lower()
+            if (answer := NO_KEYS.get(name, NO_KEYS.get(name.partition("=")[0]))) is not None:
+                raise PlanError(f"plan: {part.strip()}: {answer}")
             if (instead := strategy_in_grappe(part)) is not None:
                 raise PlanError(f"plan: {part.strip()} is a strategy of Lightning's: {instead}")
         try:
@@ -328,6 +331,23 @@ def as_plan(plan: AnyPlan) -> Plan:
     raise PlanError(f'{plan!r} is not a plan: write "replicate=2", or {{"replicate": 2}}')
 
 
+NO_KEYS = {
+    **dict.fromkeys(
+        ("async", "asynchronous", "local_sgd", "diloco"),
+        "every update waits for all processes, or a plan would learn something else: replicate=N; asynchronous "
+        "updates, local SGD and DiLoCo are not there",
+    ),
+    **dict.fromkeys(
+        ("precision=int8", "precision=int4"),
+        "weights of 8 bits are for a trained model, by grappe export RUN --out FOLDER --weights int8, and of 4 bits "
+        "not there; train with precision=bf16 or fp16",
+    ),
+    "interop": "threads=N are those within an operator; for those between operators, which torch.jit.fork starts, "
+    "write torch.set_num_interop_threads(N) at the top of the task's file",
+    "offload=nvme:local_scratch": "that is a folder of this name where grappe starts; for the node's own disk write "
+    "offload=nvme:$SLURM_TMPDIR, in single quotes",
+}
+"""Words of other programs' pages that are no keys of a plan, and what to write in their place."""
 STRATEGIES = {
     "auto": "leave it out: grappe starts the processes that the plan needs",
     "ddp": "use replicate=2 (the number of processes), with engine=lightning for its Trainer",

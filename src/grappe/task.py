@@ -116,6 +116,13 @@ class Task:
         """
         raise NotImplementedError
 
+    def fake_data(self, split: str) -> Dataset:
+        """Returns zeros in the shapes, types and number of data()'s samples: `grappe foresee` takes them without data.
+
+        Tensors that are expanded take no memory: `torch.zeros(3, 224, 224).expand(1_281_167, 3, 224, 224)`.
+        """
+        raise NotImplementedError
+
     def loss(self, output: Any, target: Any) -> Tensor | Mapping[str, Tensor]:
         """Computes one value per example, [B], or per token, [B, ...]; never their mean.
 

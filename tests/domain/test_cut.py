@@ -100,6 +100,7 @@ def test_height_and_length_are_cut_without_a_word_of_the_task() -> None:
     assert dimensions(task, image, shaped(2, 8, 6, whole=True)) == (2, 1)
     assert dimensions(task, image, shaped(2, 1, 8, 6)) == (2, 2)
     assert dimensions(task, shaped(2, 1, 4, 8, 6), shaped(2, 4, 8, 6, whole=True)) == (2, 1)
+    assert dimensions(task, image.byte(), shaped(2, whole=True)) == (2, None)  # as photographs are stored
     tokens = {"ids": shaped(2, 9, whole=True), "mask": shaped(2, 9)}
     assert dimensions(task, tokens, shaped(2, 9, whole=True)) == ({"ids": 1, "mask": 1}, 1)
     with pytest.raises(PlanError, match=r"float32 \[2, 5\]: tell in the task's domain"):

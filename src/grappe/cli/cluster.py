@@ -75,10 +75,10 @@ def submit(
         _allocate(words, job, show_only=dry_run or test_only)
         return
     submission = read_submission(words, job, app)
-    for choose in (with_gpus, with_sizes):
-        submission, chosen = choose(submission)
-        if chosen:
-            complain(chosen)
+    submission, of_gpus = with_gpus(submission)
+    submission, of_sizes = with_sizes(submission)
+    for text in filter(None, (of_gpus, of_sizes)):
+        complain(text)
     if test_only:
         answers = list(verb.judged(submission))
         show_json("submit", answers=answers) if json else show("\n".join(answers))

@@ -144,7 +144,10 @@ def unknown_option(typed: str, arguments: Sequence[str], collection: ArgumentCol
     name = name if name in fields else FIELDS.get(name, name)
     if name in fields:
         return f"{name} is a field of the task, and fields have no dashes: {_line(rest, f'{name}={value or 0}')}"
-    if "--plan" in options and (words := _plan_words(name, value)):
+    words = PLAN_WORDS.get(name, "").format(value or 2)  # what other tools call it
+    if name in Plan.__dataclass_fields__:
+        words = f"{name}={value}" if value else name
+    if "--plan" in options and words:
         return f"the plan sets that, not {option}: {_with_plan(rest, words)}"
     if name == "resume" and "--run" in options:
         return _resumed(rest, value or "RUN")
@@ -206,13 +209,6 @@ def _resumed(rest: Sequence[str], folder: str) -> str:
     if run.is_finished():
         return f"{folder} is finished: to train on from its weights: {_line(words, '--from', folder)}"
     return f"to resume a run, give its folder: {_line(words, '--run', folder)}"
-
-
-def _plan_words(name: str, value: str) -> str:
-    """Returns the plan's words for an option: one of its keys, or what other tools call it."""
-    if name in Plan.__dataclass_fields__:
-        return f"{name}={value}" if value else name
-    return PLAN_WORDS.get(name, "").format(value or 2)
 
 
 def _with_plan(rest: Sequence[str], words: str) -> str:

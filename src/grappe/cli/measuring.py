@@ -120,7 +120,7 @@ def foresee(
     if hidden := len(foresight.plans) - len(shown):
         show(f"{count_of(hidden, 'other plan')}: --all shows them")
     show("")
-    for line in (*tables.notes(foresight), *(foresight.reasons if plan or all_ else ())):
+    for line in (*tables.notes(foresight, everything=all_), *(foresight.reasons if plan or all_ else ())):
         show(line)
     return code
 

@@ -29,15 +29,20 @@ if TYPE_CHECKING:
 LOCK = ".grappe-prepare.lock"
 
 
-def dataset_of(task: Task, split: str, folder: Path, train: Any = None) -> Any:
+def dataset_of(task: Task, split: str, folder: Path, train: Any = None, *, fake: bool = False) -> Any:
     """The samples of `split`.
 
     Args:
         train: the samples of training, by whose classes another split's are numbered; None: they are not at hand.
+        fake: whether the samples are those of the task's fake_data().
 
     Raises:
         TaskError: the task's data() fails, or returns no dataset that can be used.
     """
+    if fake:
+        dataset = user_call(task, "fake_data", split)
+        check(dataset, split, task, "fake_data")
+        return one_by_one(dataset) if overrides(task, "collate") else dataset
     dataset = user_call(task, "data", split, folder)
     if isinstance(dataset, Stream | IterableDataset | Iterator):
         if split != "train":
@@ -113,13 +118,13 @@ def once_at_a_time() -> Iterator[None]:
         yield
 
 
-def check(dataset: object, split: str, task: Task) -> int:
-    """Returns the dataset's length.
+def check(dataset: object, split: str, task: Task, method: str = "data") -> int:
+    """Returns the length of the dataset that a method of the task returned.
 
     Raises:
         TaskError: the dataset is not map-style, or is empty.
     """
-    what, place = f"{type(task).__name__}.data({split!r})", at(task, "data")
+    what, place = f"{type(task).__name__}.{method}({split!r})", at(task, method)
     if isinstance(dataset, IterableDataset):
         raise TaskError(
             f"{what} is an IterableDataset: each process would read the whole stream. Give a map-style dataset "

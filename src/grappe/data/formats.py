@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grappe.data.pickles import Rebuilt, Refused, values
-from grappe.errors import DataError, reading
+from grappe.errors import DataError, DataNotFound, reading
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -48,7 +48,7 @@ def locate(
         task: the name that `grappe fetch` downloads them by, for the message.
 
     Raises:
-        DataError: no folder has all files; the message is about the folder that has the most.
+        DataNotFound: no folder has all files; the message is about the folder that has the most.
     """
     absent, where = list(names), folder
     for place in (folder / name for name in inside):
@@ -64,7 +64,7 @@ def locate(
     raise missing(absent, where, source, command)
 
 
-def missing(files: Sequence[str], folder: Path, source: str, command: str = "") -> DataError:
+def missing(files: Sequence[str], folder: Path, source: str, command: str = "") -> DataNotFound:
     """Returns the error that names the files missing in `folder`, their source, and the folder to put them in.
 
     Args:
@@ -72,11 +72,11 @@ def missing(files: Sequence[str], folder: Path, source: str, command: str = "") 
     """
     there = f"not found in {folder.absolute()}: {', '.join(files)}. "
     if command:
-        return DataError(
+        return DataNotFound(
             f"{there}With internet access (on a login node), run: {command}. Or unpack them there from {source}, or "
             "name their folder with --data"
         )
-    return DataError(
+    return DataNotFound(
         f"{there}They come from {source}. Unpack them there, or name their folder with --data. Compute nodes often "
         "have no internet: fetch them on a login node"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grappe.domain.parts import cut, gathered
@@ -40,7 +41,8 @@ def dimensions(task: Task, inputs: Any, targets: Any) -> tuple[Any, Any]:
     if overrides(task, "domain"):
         return task.domain(inputs, targets)
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    image = next((leaf for leaf in leaves if leaf.is_floating_point() and leaf.dim() in (4, 5)), None)
+    pixels = (leaf for leaf in leaves if leaf.is_floating_point() or leaf.dtype == torch.uint8)
+    image = next((leaf for leaf in pixels if leaf.dim() in (4, 5)), None)
     tokens = next((leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dim() == 2), None)
     like = image if image is not None else tokens
     if like is None:

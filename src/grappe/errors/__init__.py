@@ -6,6 +6,7 @@ GrappeError                 a request cannot be carried out; the message says wh
 │   ├── PlanError           a plan is malformed, or this world or engine cannot honour it
 │   └── RunError            a run's folder is missing, damaged, or belongs to something else
 ├── DataError               a data file is missing, truncated or hostile
+│   └── DataNotFound        it is missing
 ├── DivergedError           the loss is not a number any more
 ├── ComputedWrongly         a process's gradients are not those of the same samples and weights on others
 ├── OutOfMemory             a process may not take as much memory as the plan needs
@@ -76,6 +77,10 @@ class RunError(UsageError):
 
 class DataError(GrappeError):
     """A data file is missing, truncated or hostile."""
+
+
+class DataNotFound(DataError):
+    """A data file is missing."""
 
 
 class DivergedError(GrappeError):

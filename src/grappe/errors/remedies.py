@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 OVERWRITTEN = re.compile(r"has been modified by an inplace operation")
 OTHER_SIZES = re.compile(r"distributed collective mismatch")
 WITHOUT_GRADIENT = re.compile(r"does not require grad and does not have a grad_fn")
 
+SCRIPTS = {
+    r"No module named 'torch\.distributed\.pipeline\b":
+        "torch has no Pipe since 2.4. A task has pipeline=2,microbatches=8 in its plan instead: docs/from-a-page.md",
+    r"No module named 'horovod\b":
+        "Horovod has to be built: docs/horovod.md. Without its lines grappe launch spreads the script by itself: "
+        "--plan replicate=2",
+    r"No module named 'torchtext\b":
+        "torchtext ends at torch 2.3, and grappe needs 2.8: Hugging Face's datasets and tokenizers take its place",
+    r"missing 1 required positional argument: 'task'":
+        "torchmetrics asks for the kind of classes since 0.11: Accuracy(task='multiclass', num_classes=10)",
+}  # fmt: skip
+"""Remedies of scripts that were written for older libraries, too."""
 REMEDIES = {
     r"not compiled with CUDA|No CUDA GPUs|Found no NVIDIA driver|CUDA driver|No HIP GPUs|Invalid device id":
         "Leave out .cuda(), .to(device) and device=: the plan puts the model and the batches where they belong; a "
@@ -52,6 +65,7 @@ REMEDIES = {
     r"attempted relative import":
         "A task's file is loaded by itself, with its folder on the path: write `from net import …` instead of "
         "`from .net import …`, or name the task as a module: package.module:Task",
+    **SCRIPTS,
     r"No module named '([\w.]+)'":
         r"Is it installed in this environment (pip install), or in a file next to the task's?",
     r"cannot assign to field":
@@ -87,9 +101,9 @@ REMEDIES = {
 """Each pattern of what Python and torch say, and what to do about it; \\1 is the pattern's first group."""
 
 
-def remedy(text: str) -> str:
+def remedy(text: str, remedies: Mapping[str, str] = REMEDIES) -> str:
     """Returns what to do about an exception that says `text`; "" where nothing is known."""
-    for pattern, what in REMEDIES.items():
+    for pattern, what in remedies.items():
         if match := re.search(pattern, text, re.DOTALL):
             return match.expand(what) if "\\" in what else what
     return ""

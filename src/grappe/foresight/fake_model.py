@@ -24,7 +24,7 @@ from grappe.data.sampling import cut
 from grappe.data.stream import head
 from grappe.domain.batches import cut_batch
 from grappe.domain.parts import Domain
-from grappe.errors import GrappeError, PlanError, TaskError, user_code
+from grappe.errors import DataNotFound, GrappeError, PlanError, TaskError, user_code
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.memory import sharded_with, stepped
 from grappe.foresight.pipeline_trace import Boundaries, stages_of, traced_evaluation, traced_step
@@ -54,10 +54,13 @@ class Batches:
 
     Args:
         plain: a plan of one process, whose precision they have.
+        fake: whether they are of the task's fake_data().
     """
 
-    def __init__(self, task: Task, data: Path, mode: Any, plain: Plan, split: str = "train") -> None:
-        dataset, self._plain = head(dataset_of(task, split, data), COLLATED), plain
+    def __init__(
+        self, task: Task, data: Path, mode: Any, plain: Plan, split: str = "train", *, fake: bool = False
+    ) -> None:
+        dataset, self._plain = head(dataset_of(task, split, data, fake=fake), COLLATED), plain
         self.kept: int = dataset.memory() if isinstance(dataset, Corpus | Mixture) else 0
         """Bytes of blocks that a process that loads samples keeps, at most."""
         self._task, self._dataset, self._mode, self._trains = task, dataset, mode, split == "train"
@@ -151,15 +154,6 @@ def slices_of(task: Task, plan: Plan, samples: int, dataset: int) -> Slices:
     )
 
 
-def refuse_sparse(task: Task, model: nn.Module) -> None:
-    """Raises TaskError if the model has sparse gradients."""
-    if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module in model.modules()):
-        raise TaskError(
-            f"{type(task).__name__} has sparse gradients (nn.Embedding(sparse=True)), whose size depends on the data: "
-            "what they take is not foreseen; grappe measure runs it"
-        )
-
-
 @contextlib.contextmanager
 def explaining_trace_errors(task: Task, what: str) -> Iterator[None]:
     """Context that explains why a model cannot do `what` on fake tensors."""
@@ -235,11 +229,15 @@ class FakeModel:
         self._foreach, self._plain = foreach, plain
         self.mode: Any = fake_tensors()
         with user_code.naming_user_line(task):
-            self.batches = Batches(task, data, self.mode, plain)
+            self.batches, self.absent = self._read_or_faked()
         with explaining_trace_errors(task, "be made"):
             self.plain = on_meta(task, stored_in(plain))
             model = self._build_model()
-            refuse_sparse(task, model)
+            if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module in model.modules()):
+                raise TaskError(
+                    f"{type(task).__name__} has sparse gradients (nn.Embedding(sparse=True)), whose size depends on "
+                    "the data: what they take is not foreseen; grappe measure runs it"
+                )
             self._blocks = blocks_of(task, self.batches.example).names
             homes = sharded_with(model, self.units(model))
             self.buffers = sum(buffer.nbytes for buffer in model.buffers())
@@ -249,6 +247,21 @@ class FakeModel:
             self.has_modes = has_modes(optimizer)
             self.parameters, self.together = stepped(optimizer, named, homes, foreach)
         self.samples = self.batches.samples
+
+    def _read_or_faked(self) -> tuple[Batches, str]:
+        """Returns training batches; of fake_data() where the data are not there, and why they are not."""
+        task = self.task
+        try:
+            return Batches(task, self._data, self.mode, self._plain), ""
+        except GrappeError as error:
+            if not isinstance(error, DataNotFound) and not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            if overrides(task, "fake_data"):
+                return Batches(task, self._data, self.mode, self._plain, fake=True), str(error)
+            raise TaskError(
+                f"{error}. To foresee it without its data, write fake_data(self, split) in the task: zeros of their "
+                "shapes"
+            ) from error
 
     def of(self, plan: Plan) -> FakeModel:
         """Returns the fake model with the parameters' type of `plan`."""
@@ -292,7 +305,11 @@ class FakeModel:
         batch = self._cut(self.batches if trains else self._validation, rows, slices)
 
         def run(model: nn.Module, world: World) -> Trace:
-            units = self.units(model.train(trains))
+            units, own = self.units(model.train(trains)), batch
+            if world.domain is not None:  # this process's part of each sample
+                [micro] = batch.microbatches
+                inputs, targets = cut_batch(self.task, micro.inputs, micro.targets)
+                own = batch._replace(microbatches=(micro._replace(inputs=inputs, targets=targets),))
             hosts = self._checkpointed(model, units or [model], plan)
             if slices.synchronised and world.data_group is not None:
                 synchronise_batchnorm(model, world.data_group)
@@ -301,7 +318,7 @@ class FakeModel:
                     self.task,
                     model,
                     units,
-                    self._of_domain(batch, world),
+                    own,
                     precision,
                     plan,
                     world,
@@ -393,14 +410,6 @@ class FakeModel:
         count = float(slices.samples) if isinstance(batch.count, float) else batch.count
         return batch._replace(microbatches=micros, samples=slices.samples, count=count)
 
-    def _of_domain(self, batch: Batch, world: World) -> Batch:
-        """Returns this process's part of each sample of a batch of one microbatch."""
-        if world.domain is None:
-            return batch
-        [micro] = batch.microbatches
-        inputs, targets = cut_batch(self.task, micro.inputs, micro.targets)
-        return batch._replace(microbatches=(micro._replace(inputs=inputs, targets=targets),))
-
     def _run(self, plan: Plan, what: str, run: Callable[[nn.Module, World], T], part: int = 0) -> T:
         """Runs a model as on the first process of the replicate and tensor axes; twice where it is split.
 
@@ -427,7 +436,7 @@ class FakeModel:
 
     @functools.cached_property
     def _validation(self) -> Batches:
-        return Batches(self.task, self._data, self.mode, self._plain, "validation")
+        return Batches(self.task, self._data, self.mode, self._plain, "validation", fake=bool(self.absent))
 
     @property
     def runs_kernels(self) -> bool:

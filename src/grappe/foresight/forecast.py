@@ -16,7 +16,7 @@ from grappe.checkpoint.saver import next_writer
 from grappe.errors import PlanError, ProcessDied
 from grappe.errors.user_code import naming_user_line
 from grappe.foresight.fake_model import UNCUT, FakeModel, Part, slices_of
-from grappe.foresight.kernels import Call
+from grappe.foresight.kernels import OF_LIBRARIES, Call
 from grappe.foresight.memory import (
     GLOO,
     GLOO_LATE,
@@ -128,16 +128,6 @@ class MemoryForecast:
         return None if self.most is None or copies is None else self.most + copies
 
 
-def refuse_unforeseen(plan: Plan) -> None:
-    """Raises PlanError for a plan whose memory is not known."""
-    if plan.engine != "native":
-        raise PlanError(f"engine={plan.engine}: only plans of engine=native are foreseen; grappe measure runs any plan")
-    for key in UNFORESEEN:
-        if key in plan.changed_keys():
-            more = f", only what check={plan.check} adds: {plan.checked:.2%} of a step" if plan.check else ""
-            raise PlanError(f"{key}: what it keeps in memory is not foreseen{more}; grappe measure runs any plan")
-
-
 def memory_forecast(
     fake_model: FakeModel, plan: Plan, *, batch: int | None = None, gpu: bool = False, bounded: bool = False
 ) -> MemoryForecast:
@@ -152,7 +142,12 @@ def memory_forecast(
         PlanError: the plan's memory is not known, or the task does not support the plan.
         TaskError: the task's own code fails.
     """
-    refuse_unforeseen(plan)
+    if plan.engine != "native":
+        raise PlanError(f"engine={plan.engine}: only plans of engine=native are foreseen; grappe measure runs any plan")
+    for key in UNFORESEEN:
+        if key in plan.changed_keys():
+            more = f", only what check={plan.check} adds: {plan.checked:.2%} of a step" if plan.check else ""
+            raise PlanError(f"{key}: what it keeps in memory is not foreseen{more}; grappe measure runs any plan")
     fake_model = fake_model.of(plan)
     samples = batch or fake_model.task.batch_size
     with naming_user_line(fake_model.task):
@@ -478,7 +473,7 @@ def library_memory(fake_model: FakeModel, plan: Plan, samples: int) -> LibraryMe
 
 def _distinct_calls(traces: Sequence[Trace]) -> tuple[Call, ...]:
     calls = dict.fromkeys(call for trace in traces for _, _, call in trace.calls)
-    return tuple(call for call in calls if call.of_library and not call.too_large)
+    return tuple(call for call in calls if call.starts(OF_LIBRARIES) and not call.too_large)
 
 
 @functools.lru_cache(maxsize=64)

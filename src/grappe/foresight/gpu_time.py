@@ -32,6 +32,8 @@ OF_NETWORK = 0.8
 """Share of a network's nominal rate that large messages reach: an assumption, not measured."""
 NETWORK_LEAST = 20e-6
 """Seconds of a message between nodes that has next to nothing to carry: an assumption."""
+Work = tuple[tuple[int, Sequence[Operator]], ...]
+"""Operators of a step's parts, each with how often it runs."""
 PART_OF_ALL_REDUCE = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5}
 
 
@@ -51,13 +53,25 @@ class StepTime:
     """Relative uncertainty."""
     measured: bool = False
     """Whether steps were run; else they are foreseen."""
-    busy: float | None = None
-    """Seconds of a GPU's kernels; None: the time is not a GPU's."""
+    at_peak: tuple[float, float] | None = None
+    """Seconds that a GPU would take at its peak FLOP/s, and at its full memory bandwidth; None: it is not a GPU's."""
 
     @property
     def total(self) -> float:
         """Sums all of them."""
         return self.compute + self.communication + self.bubble + self.data
+
+    def gpu_share(self, seconds: float | None = None) -> float:
+        """Computes the share of a GPU that a step uses: of its FLOP/s or its memory bandwidth, whichever is more.
+
+        These are the two roofs of Williams et al. (2009). A GPU that runs a small kernel all the time is 100 % busy in
+        nvidia-smi, and still nearly unused.
+
+        Args:
+            seconds: how long the step computes; None: as foreseen.
+        """
+        assert self.at_peak is not None
+        return min(1.0, max(self.at_peak) / (seconds or self.compute))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,8 +146,8 @@ def gpu_time(fake_model: FakeModel, plan: Plan, fabric: Fabric, *, batch: int | 
     rows = partition.largest_rows(fake_model, plan, samples)
     trace = fake_model.trace(rows, partition.precision_of(plan), plan.recompute, 1, plan.tensor)
     update = _updates(fake_model, plan)[0]
-    busy = plan.microbatches * kernel_seconds(device, trace.operators, plan.precision)
-    busy += kernel_seconds(device, update, plan.precision)
+    work = (plan.microbatches, trace.operators), (1, update)
+    busy = sum(times * kernel_seconds(device, operators, plan.precision) for times, operators in work)
     loss = next(number for number, mark in enumerate(trace.marks) if mark.kind == LOSS)
     launches = sum(
         _launch(operator, "forward" if operator.mark <= loss else "backward") for operator in trace.operators
@@ -152,7 +166,7 @@ def gpu_time(fake_model: FakeModel, plan: Plan, fabric: Fabric, *, batch: int | 
         compute=compute,
         communication=split + max(0.0, _exchanged(fake_model, plan, fabric) - OVERLAP * compute),
         spread=SPREAD,
-        busy=busy,
+        at_peak=_at_peak(device, plan.precision, work),
     )
 
 
@@ -186,17 +200,18 @@ def _pipelined(fake_model: FakeModel, plan: Plan, samples: int, fabric: Fabric) 
         return fabric.message(passes.handed[stage], plan.pipeline, plan.processes // plan.pipeline)
 
     simulated = simulate(passes.orders, lambda kind, stage: seconds[kind, stage], message)
-    kernels_alone = simulate(passes.orders, lambda kind, stage: on_gpu[kind, stage], message)
     updates = _updates(fake_model, plan)
-    kernels = [kernel_seconds(device, update, plan.precision) for update in updates]
-    updated = max(max(busy, STEP + _launches(update, "update")) for busy, update in zip(kernels, updates, strict=True))
+    updated = max(
+        max(kernel_seconds(device, update, plan.precision), STEP + _launches(update, "update")) for update in updates
+    )
+    works = [((1, trace.operators), (1, update)) for trace, update in zip(passes.traces, updates, strict=True)]
     largest = max(sum(parameter.size for parameter in own if parameter.trained) for own in owned)
     return StepTime(
         compute=max(simulated.busy) + updated,
         bubble=simulated.bubble,
         communication=fabric.all_reduce(largest, plan.replicate),
         spread=SPREAD,
-        busy=max(kernels_alone.busy) + max(kernels),
+        at_peak=max((_at_peak(device, plan.precision, work) for work in works), key=max),
     )
 
 
@@ -217,16 +232,16 @@ class PipelinePasses:
                 "a pipeline with a loss of the whole batch: its time is not foreseen; grappe measure runs any plan"
             )
         self.orders = orders_of(plan)
-        self._traces = partition.traced_passes(fake_model, plan, samples)
+        self.traces = partition.traced_passes(fake_model, plan, samples)
         self.handed: dict[int, int] = {}
         """Bytes that each stage hands to the next one."""
-        for order, trace in zip(self.orders, self._traces, strict=True):
+        for order, trace in zip(self.orders, self.traces, strict=True):
             self.handed |= zip(sorted({stage for _, stage, _ in order}), trace.boundaries, strict=True)
 
     def means(self, value: Callable[[Operator], float]) -> dict[tuple[Kind, int], float]:
         """Sums a value over the operators of each kind of pass of each stage; the mean over microbatches."""
         sums = defaultdict[tuple[Kind, int], list[float]](list)
-        for order, trace in zip(self.orders, self._traces, strict=True):
+        for order, trace in zip(self.orders, self.traces, strict=True):
             by_pass = [0.0] * len(order)
             begun = list(itertools.accumulate((mark.kind == START for mark in trace.marks), initial=-1))
             for operator in trace.operators:
@@ -284,6 +299,13 @@ def _updates(fake_model: FakeModel, plan: Plan) -> list[list[Operator]]:
         )
         for parts in partition.first_processes(fake_model, plan)
     ]
+
+
+def _at_peak(device: Device, precision: str, work: Work) -> tuple[float, float]:
+    """Computes the seconds of FLOPs at a GPU's peak, and of bytes at its full bandwidth."""
+    counted = [(times, each) for times, operators in work for each in operators if not (each.view or each.collective)]
+    flops, moved = (sum(times * getattr(each, name) for times, each in counted) for name in ("flops", "moved"))
+    return flops / device.flops(precision), moved / (device.bandwidth_gb * 1e9)
 
 
 def _launches(operators: Iterable[Operator], phase: str) -> float:

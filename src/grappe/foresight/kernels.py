@@ -48,15 +48,9 @@ class Call(NamedTuple):
     keywords: tuple[tuple[str, Any], ...]
     output: Any
 
-    @property
-    def with_scratch(self) -> bool:
-        """Returns whether its kernel may allocate more than its output."""
-        return f"aten.{self.name}".startswith(WITH_SCRATCH)
-
-    @property
-    def of_library(self) -> bool:
-        """Returns whether its kernel is of a library that keeps memory for its next call."""
-        return f"aten.{self.name}".startswith(OF_LIBRARIES)
+    def starts(self, names: tuple[str, ...]) -> bool:
+        """Returns whether it is one of these operators: WITH_SCRATCH, or OF_LIBRARIES."""
+        return f"aten.{self.name}".startswith(names)
 
     @property
     def too_large(self) -> bool:

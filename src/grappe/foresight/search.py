@@ -16,6 +16,9 @@ from grappe.plan import Plan, as_plan
 from grappe.words import count_of, format_bytes, plan_name
 
 CONTEXT_BYTES = 1_500_000_000  # of a GPU: CUDA's context and libraries, and NCCL's buffers
+SHARED_CONTEXT_BYTES = 1_000_000_000
+"""The same of a process that shares its GPU, without NCCL: on the Alliance's PyTorch page a small network takes about
+1 GB of a V100 in all, and 14 to 15 copies of it fit in 16 GB."""
 MARGIN = 1.1  # of a peak: what an allocator cannot use between blocks, and kernels' workspace
 GPU_WORKSPACE_BYTES = 256 << 20
 """For cuBLAS's and attention's own memory, which is not foreseen: an H100 took 0.2 GB more than foreseen, in fp32."""
@@ -58,6 +61,13 @@ class MemoryBudget:
             evaluation = max(self.libraries.evaluation, needs.libraries.evaluation)
             kept = self.besides + evaluation + needs.libraries.step
         return int((needs.states.total if most is None else most) * self.margin) + kept
+
+    def of_each(self, processes: int) -> MemoryBudget:
+        """Returns the share of each of several processes on a GPU."""
+        if processes == 1:
+            return self
+        whose = f"{self.whose}, shared by {processes} processes,"
+        return dataclasses.replace(self, whose=whose, size=self.size // processes, besides=SHARED_CONTEXT_BYTES)
 
     def room(self, processes: int = 1) -> int:
         """Computes the bytes that torch may allocate in a process of as many."""

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from torch.utils.weak import WeakIdKeyDictionary
 
 from grappe.data.batch import Batch, Microbatch, entering
-from grappe.foresight.kernels import Call, Kernels, describe
+from grappe.foresight.kernels import WITH_SCRATCH, Call, Kernels, describe
 from grappe.launch.world import World
 from grappe.parallel.activation_checkpointing import Host
 from grappe.parallel.batchnorm import buffers_kept
@@ -302,7 +302,7 @@ def _first_pass(task: Task, model: nn.Module, losses: WholeBatchLosses, batch: B
 
 def with_kernels(trace: Trace, kernels: Kernels, threads: int) -> Trace:
     """Returns the trace, with the bytes that its kernels take besides their output with `threads` threads."""
-    calls = [call for call in trace.calls if call[2].with_scratch]
+    calls = [call for call in trace.calls if call[2].starts(WITH_SCRATCH)]
     sizes = kernels.sizes((call for _, _, call in calls), threads)
     marks = list(trace.marks)
     for place, level, call in calls:

@@ -287,7 +287,7 @@ def _check_whole(site: Site, node: Node, queue: Queue | None, nodes: int, gpus: 
 def _cores(plan: Plan, node: Node, gpus: int, processes: int) -> int:
     """Computes each process's cores: its GPU's share of the node; without GPUs, one per thread and data worker."""
     if gpus:
-        total = node.cores if gpus == node.gpus else gpus * (node.cores_per_gpu or node.cores // node.gpus)
+        total = node.cores_of(gpus)
         cores = total // processes
         if not cores:
             raise PlanError(

@@ -60,6 +60,10 @@ class Node:
     network_gbit: float | None = None
     """Gb/s of all of the node's network adapters together, in one direction; None: unknown."""
 
+    def cores_of(self, gpus: int) -> int:
+        """Returns the cores that a job with so many of the node's GPUs has."""
+        return self.cores if gpus == self.gpus else gpus * (self.cores_per_gpu or self.cores // self.gpus)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ask:

@@ -78,6 +78,12 @@ class FashionMnist(Digits):
     def data(self, split: str, folder: Path) -> Arrays:
         return idx_files(split, folder, PLACES, SOURCE, "fashion_mnist", self.holdout)
 
+    def fake_data(self, split: str) -> Arrays:
+        held = round(LARGEST * self.holdout)
+        count = LARGEST - held if split == "train" else held or 10_000
+        images, labels = torch.zeros(1, 28, 28, dtype=torch.uint8), torch.zeros((), dtype=torch.long)
+        return Arrays(images.expand(count, 1, 28, 28), labels.expand(count), transform=normalise((0.0,), (1.0,)))
+
     def schedule(self, optimizer: torch.optim.Optimizer, total_steps: int):  # noqa: ANN201
         return warmed_up(optimizer, None, factor=self._factor, steps=total_steps // 10)
 

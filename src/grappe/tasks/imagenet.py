@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from grappe import Sampling, Task
+from grappe import Arrays, Sampling, Task
 from grappe.data import CentreCrop, Images, Normalise, RandomResizedCrop, augment
-from grappe.errors import DataError, TaskError
+from grappe.errors import DataNotFound, TaskError
 from grappe.optimizers.batch_scaling import LrScaling, scale_factor
 from grappe.parallel.tensor import split_convolutions
 from grappe.tasks.images.resnet import convolution, initialise, resnet
@@ -115,6 +115,11 @@ class ImageNet(Task):
             raise TaskError(f"{train} has {len(images.classes)} classes: set classes={len(images.classes)}")
         return images
 
+    def fake_data(self, split: str) -> Arrays:
+        count, size = (1_281_167, None) if split == "train" else (50_000, self.validation_size)
+        image = torch.zeros(3, size or self.image_size, size or self.image_size, dtype=torch.uint8)
+        return Arrays(image.expand(count, *image.shape), torch.zeros((), dtype=torch.long).expand(count))
+
     def sampling(self, dataset: Any) -> Sampling | None:
         return Sampling(copies=self.copies) if self.copies != 1 else None
 
@@ -189,13 +194,13 @@ def _find(folder: Path, name: str, usual: Sequence[str]) -> Path:
     """The source of images that is named, or the first of the usual ones that is there.
 
     Raises:
-        DataError: there is none.
+        DataNotFound: there is none.
     """
     places = [folder / path for path in ((name,) if name else usual)]
     for place in places:
         if place.exists():
             return place
-    raise DataError(
+    raise DataNotFound(
         f"not found in {folder.absolute()}: {' or '.join(path.name for path in places)}. ImageNet's archives come from "
         "https://www.image-net.org, after registration; name their folder with --data. To try without them, "
         "in grappe's repository: python -m benchmarks.photos FOLDER"

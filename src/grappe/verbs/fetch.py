@@ -212,7 +212,12 @@ def _fetch_file(download: Download, folder: Path, show: Callable[[str], None], s
     meter = ProgressMeter(f"fetching {name}", max(1, download.size // _MEGABYTE), show, unit="MB")
     with received(download, partial, lambda done: meter.at(done // _MEGABYTE), schemes) as archive:
         meter.end()
-        _check_sum(download, partial)
+        if (digest := _sha256(partial)) != download.sha256:
+            files.remove(partial)
+            raise DataError(
+                f"{download.url} gave another file than the task names: its sha256 is {digest}, not {download.sha256}. "
+                "It was removed. Try once more; if it comes again, the address serves something else now"
+            )
         if download.members:
             take_out(archive, download, partial.parent)
             files.remove(partial)
@@ -234,16 +239,6 @@ def _is_there(download: Download, folder: Path) -> bool:
         f"{file} is there, and is not the file of {download.size:,} bytes that the task names, by its size or "
         "checksum: move it away"
     )
-
-
-def _check_sum(download: Download, partial: Path) -> None:
-    digest = _sha256(partial)
-    if digest != download.sha256:
-        files.remove(partial)
-        raise DataError(
-            f"{download.url} gave another file than the task names: its sha256 is {digest}, not {download.sha256}. It "
-            "was removed. Try once more; if it comes again, the address serves something else now"
-        )
 
 
 def _sha256(file: Path) -> str:

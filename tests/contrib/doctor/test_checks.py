@@ -130,6 +130,13 @@ def test_interfaces() -> None:
     assert "GLOO_SOCKET_IFNAME=hsn0" in words(host.of_interfaces({"GLOO_SOCKET_IFNAME": "hsn0"}, world))
 
 
+def test_a_variable_that_nothing_reads() -> None:
+    named = {"TORCH_NCCL_ASYNC_HANDLING": "1"}
+    assert "torch reads no TORCH_NCCL_ASYNC_HANDLING" in words(host.check_network(machine(environment=named)))
+    named = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    assert "torch reads no" not in words(host.check_network(machine(environment=named)))
+
+
 def test_processes_that_share_a_gpu() -> None:
     assert not list(gpus.of_sharing(8, "auto", (2, 28), program=True))
     assert "there is no nvidia-cuda-mps-control" in words(gpus.of_sharing(8, "auto", (2, 28), program=False))

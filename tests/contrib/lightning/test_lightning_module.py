@@ -247,6 +247,11 @@ def test_loaders_that_are_not_given_are_the_modules() -> None:
     assert [len(task.data(split, Path())) for split in ("validation", "test")] == [HELD_OUT] * 2  # type: ignore[arg-type]
     task = grappe.from_lightning(Own(), (loader, loader, loader))()
     assert [len(task.data(split, Path())) for split in ("validation", "test")] == [TRAINING] * 2  # type: ignore[arg-type]
+    task = grappe.from_lightning(Own(), loader, loader, loader)()  # as Trainer.fit takes them
+    assert [len(task.data(split, Path())) for split in ("validation", "test")] == [TRAINING] * 2  # type: ignore[arg-type]
+    for wrong in ((Data(), loader), (loader,) * 4):
+        with pytest.raises(TaskError, match="a data module, or one to three loaders"):
+            grappe.from_lightning(Own(), *wrong)
     with pytest.raises(TaskError, match=r"from_lightning\(…\) has no test_dataloader\(\)"):
         grappe.from_lightning(Net(), (loader, loader))().data("test", Path())
 

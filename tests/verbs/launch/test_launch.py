@@ -63,6 +63,13 @@ def test_a_script_that_spreads_itself_is_started_as_it_is(tmp_path: Path, capfd:
         launch(tmp_path / "own.py", ["fail"], PLAN)
 
 
+@pytest.mark.nightly
+def test_a_script_for_older_libraries_is_told_what_took_their_place(tmp_path: Path) -> None:
+    (tmp_path / "old.py").write_text("from torch.distributed.pipeline.sync import Pipe")
+    with pytest.raises(ProcessDied, match="pipeline=2,microbatches=8"):
+        launch(tmp_path / "old.py", [], "")
+
+
 @pytest.mark.parametrize(
     ("text", "its_own"),
     [

@@ -74,7 +74,7 @@ ONE = (
         ("narval", "", (), ONE),
         ("narval", "shard=4", (), ()),
         ("narval", "replicate=4", ("width=8",), ("a step would use ",)),
-        ("narval", "", ("width=8",), ("% of a GPU (NVIDIA A100 SXM4, 40 GB), which mostly waits for its host",)),
+        ("narval", "", ("width=8",), ("% of a GPU (NVIDIA A100 SXM4, 40 GB): train on cores",)),
         ("narval", "replicate=4,per_device=2", (), ("A100, 40 GB, shared by 2 processes, has 20.0 GB",)),
         ("narval", "replicate=4,per_device=4", ("width=8",), ()),
         ("narval", "engine=lightning", ("width=8",), ("a step would use ",)),

@@ -1,5 +1,7 @@
 """Packages that a job needs: the engine's and the loggers' packages, the task's imports, and the user's requests."""
 
+import importlib.metadata
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from grappe.errors import UsageError
 from grappe.plan import Plan
 from grappe.sites.environment import modules_of
 from grappe.sites.sbatch import JobOptions
-from grappe.verbs.submit.packages import job_packages, requirements
+from grappe.verbs.submit.packages import TORCH, job_packages, requirements
 from grappe.verbs.submit.resources import Submission
 
 
@@ -37,6 +39,27 @@ def test_the_users_request_wins_over_what_was_read(tmp_path: Path) -> None:
 def test_what_is_no_package_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--with"):
         requirements(submitted(with_=(text,)))
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("with_", "torch==1.9.1"),
+        ("with_", "torch<=2.7.1"),
+        ("with_", "torchtext"),
+        ("modules", "pytorch-gpu/py3/1.11.0"),
+        ("modules", "pytorch/2.7"),
+    ],
+)
+def test_what_ended_before_grappes_torch_is_refused(option: str, text: str) -> None:
+    with pytest.raises(UsageError, match=rf"--{option.rstrip('_')} {re.escape(text)}: .*2\.8"):
+        requirements(submitted(**{option: (text,)}))
+
+
+def test_newer_torches_are_taken() -> None:
+    texts = ("torch==2.10.0", "torch<2.9", "torch~=2.0", "torch>=1.9", "torch==2.*")
+    assert requirements(submitted(with_=texts, modules=("pytorch-gpu/py3/2.8.0", "python/3.11"))) == list(texts)
+    assert f"torch>={TORCH[0]}.{TORCH[1]}" in importlib.metadata.requires("grappe")  # type: ignore[operator]
 
 
 def test_a_file_of_requirements(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from grappe.data.shards.selection import LeftOut, counts, joined, leave_out, refuse_splits, split_of
 from grappe.data.shards.tar import Extent, Member, archive_in, by_sample, members
-from grappe.errors import DataError, reading
+from grappe.errors import DataError, DataNotFound, reading
 from grappe.errors.foreign_text import printable
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ def listing(source: Path, labels: Path | None, numbering: Path | None, report: R
     if source.is_file():
         images = _list_archive(source, labels, numbering, report)
     elif not source.is_dir():
-        raise DataError(
+        raise DataNotFound(
             f"{source}: there is no such file or folder. Name a folder of class folders, a .tar archive, or a folder "
             "of .tar shards"
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from grappe.errors import GrappeError, TaskError, UsageError
+from grappe.errors import GrappeError, PlanError, TaskError, UsageError
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.sites import find
 from grappe.sites.layout import on_site
@@ -19,9 +19,10 @@ from grappe.table import Table, Tabular
 from grappe.task import Task
 from grappe.training.request import data_folder
 from grappe.training.task_reference import TaskReference
-from grappe.words import count_of, format_seconds, plan_name
+from grappe.words import count_of, format_bytes, plan_name
 
 if TYPE_CHECKING:
+    from grappe.foresight.devices import Device
     from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.gpu_time import Fabric, StepTime
     from grappe.foresight.search import Foreseen, MemoryBudget
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 Aim = Literal["fastest", "cheapest", "smallest"]
 GPU_MEMORY = re.compile(r"((?:\d+ or )*\d+) ?GB")
 CLOSE = 0.1  # of a time: the same plan differs by as much from start to start
-BUSY = 0.3  # of a step, below which a GPU is not worth its queue
-LITTLE = "mostly waits for its host: a larger batch_size uses it better; several trainings can share it (per_device)"
+WORTH = 0.3
+"""Share of a GPU below which it is not worth its queue: half of what large kernels use (OF_PEAK, OF_BANDWIDTH)."""
 MEASURED = 5  # plans at most whose steps are run here
 SECONDS = 15.0  # for the steps of all of them
 SECONDS_OF_A_PLAN = 5.0  # for a plan at least, however little of SECONDS is left
@@ -71,6 +72,8 @@ class PlanTimes(Tabular):
     gpu: str = ""
     """The GPU that they are of; "": this machine's cores."""
     notes: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
+    """Sentences on how the figures are foreseen, for --all."""
     reasons: tuple[str, ...] = ()
     """Reasons why some plans have no time."""
     budget: MemoryBudget | None = None
@@ -95,7 +98,7 @@ class PlanTimes(Tabular):
         needs = timed.foreseen.needs
         assert needs is not None
         if self.budget is not None and timed.foreseen.fits is not None:
-            return self.budget.taken(needs)
+            return self.budget.of_each(Plan.parse(timed.foreseen.plan).per_device).taken(needs)
         return needs.states.total if needs.most is None else needs.most
 
 
@@ -111,13 +114,6 @@ def budget_of(site: str) -> MemoryBudget:
             f"--site={site}: the memory of its GPU is unknown; leave --site out, and compare with your device's memory"
         )
     return budget
-
-
-def budget_here(gpus: LocalGpus | None) -> MemoryBudget | None:
-    """Returns the memory of this machine's GPUs."""
-    from grappe.foresight.search import MemoryBudget
-
-    return None if gpus is None else MemoryBudget(whose=f"this machine's {gpus.name}", size=gpus.memory)
 
 
 def budget_in(site: Site) -> MemoryBudget | None:
@@ -160,7 +156,8 @@ def foresee(
     from grappe.foresight.devices import device_reported
     from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.kernels import Kernels
-    from grappe.foresight.search import candidates, foreseen, in_words, on_each_number
+    from grappe.foresight.search import MemoryBudget, candidates, foreseen, in_words, on_each_number
+    from grappe.launch.world import cores
     from grappe.verbs.foresee.measured_step import LocalGpus
 
     place = None if site is None else find(site)
@@ -172,9 +169,9 @@ def foresee(
         return (place is not None or gpus_here is not None) and plan.device != "cpu"
 
     kinds = {on_gpu(plan) for plan in requested}
-    budget = None
-    if True in kinds:
-        budget = budget_here(gpus_here) if site is None else budget_of(site)
+    budget = None if site is None or True not in kinds else budget_of(site)
+    if gpus_here is not None and True in kinds:
+        budget = MemoryBudget(whose=f"this machine's {gpus_here.name}", size=gpus_here.memory)
     reference = TaskReference.of(task, fields)
     resolved = reference.resolve()
     folder = data_folder(data)
@@ -188,7 +185,7 @@ def foresee(
     fabric = None if place is None else site_fabric(place)
     device = device_reported("" if gpus_here is None else gpus_here.name) if fabric is None else fabric.device
     forecasts = [
-        foreseen(models[True], plan, batch, budget, device)
+        foreseen(models[True], plan, batch, budget and budget.of_each(plan.per_device), device)
         if on_gpu(plan)
         else foreseen(models[False], plan, batch, None)
         for batch in batch_size or (resolved.batch_size,)
@@ -197,6 +194,7 @@ def foresee(
     if all(forecast.needs is None for forecast in forecasts):
         raise UsageError("; ".join(dict.fromkeys(forecast.why for forecast in forecasts)))
     notes = list(dict.fromkeys(forecast.chosen for forecast in forecasts if forecast.chosen))
+    notes += without_data(models[max(kinds)], folder)
     if not times:
         untimed = tuple(TimedPlan(foreseen=forecast) for forecast in forecasts)
         return PlanTimes(plans=untimed, notes=tuple(notes), budget=budget)
@@ -215,18 +213,28 @@ def foresee(
         for batch in batch_size or (resolved.batch_size,):
             choices = in_words(on_each_number(models[True], Plan(), gpus or (1, 2, 4, 8), batch, budget, device))
             notes += [f"batch_size={batch} {choices}" if len(batch_size) > 1 else choices] if choices else []
-    if gpus_here is not None and on_gpus:
-        verdict = use_of_gpu(models[True], plans_timed, gpus_here) if records else None
-    else:
-        verdict = gpu_or_not(models[max(kinds)], plans_timed, fabric) if records else None
-    notes += [verdict] if verdict else []
+    if records and device is not None and (place is not None or on_gpus):
+        most = cores() // gpus_here.number if gpus_here else place.node.cores_of(1) if place and place.node else 1
+        notes += gpu_or_not(models[max(kinds)], plans_timed, device, budget, most)
     return PlanTimes(
         plans=plans_timed,
         gpu=parts[0].gpu,
         notes=tuple(notes),
+        caveats=tuple(note for part in parts for note in part.caveats),
         reasons=tuple(reason for part in parts for reason in part.reasons),
         budget=budget,
     )
+
+
+def without_data(fake_model: FakeModel, folder: Path) -> list[str]:
+    """Says what the figures are foreseen for where the data are not there."""
+    from grappe.foresight.trace import tensors_of
+
+    if not fake_model.absent:
+        return []
+    shapes = " and ".join(str(list(leaf.shape[1:])) for leaf in tensors_of([fake_model.example()]))
+    samples = f"{fake_model.samples:,} training samples of {shapes}"
+    return [f"the data are not in {folder}: foreseen for {samples}, as the task's fake_data() gives them"]
 
 
 def is_one_process(plan: Plan) -> bool:
@@ -263,8 +271,7 @@ def _on_gpus(fake_model: FakeModel, forecasts: Sequence[Foreseen], site: Site, f
     device = fabric.device
     plans = []
     for forecast in forecasts:
-        time_of, plan = None, Plan.parse(forecast.plan)
-        why = ""
+        time_of, plan, why = None, Plan.parse(forecast.plan), ""
         if forecast.needs is not None:
             try:
                 time_of = gpu_time(fake_model, plan, fabric, batch=forecast.batch)
@@ -275,7 +282,7 @@ def _on_gpus(fake_model: FakeModel, forecasts: Sequence[Foreseen], site: Site, f
         plans.append(_timed(forecast, time_of, fake_model, why, on_gpus=True, watts=device.watts))
     of = f"{device.title} ({device.source})"
     note = f"times are from the data sheet of {of}: not measured on it, take them as half to twice"
-    return PlanTimes(plans=tuple(plans), gpu=device.title, notes=(note,), reasons=tuple(_reasons(plans)))
+    return PlanTimes(plans=tuple(plans), gpu=device.title, caveats=(note,), reasons=tuple(_reasons(plans)))
 
 
 def _here(
@@ -308,6 +315,8 @@ def _here(
         left = SECONDS - (time.monotonic() - start)
         time_of, why = None, ""
         try:
+            if fake_model.absent:
+                raise PlanError("its steps are not run: the data are not there")
             check_runs_here(plan, forecast.needs, gpus)
             if tried == MEASURED or left <= 0:
                 continue
@@ -352,74 +361,58 @@ def by_importance(forecasts: Sequence[Foreseen]) -> list[Foreseen]:
     return sorted(forecasts, key=lambda forecast: order[id(forecast)])
 
 
-def gpu_or_not(fake_model: FakeModel, plans: Sequence[TimedPlan], fabric: Fabric | None = None) -> str | None:
-    """Says how busy a step of one process keeps a GPU, and compares it with this machine's cores if it was run there.
+def gpu_or_not(
+    fake_model: FakeModel, plans: Sequence[TimedPlan], device: Device, budget: MemoryBudget | None, most: int
+) -> list[str]:
+    """Says how much of a GPU a step of one process uses, and compares it with this machine's cores if they ran it.
 
     Args:
         fake_model: made with `records`.
-        fabric: a site's GPUs; None: the reference, with which only measured steps are compared.
+        budget: the GPU's memory; None: nothing is said of processes that share it.
+        most: processes that may share it, by the cores that there are for each GPU.
     """
-    from grappe.foresight.devices import REFERENCE, device_named
     from grappe.foresight.gpu_time import Fabric, gpu_time
+    from grappe.launch.mps import CLIENTS
     from grappe.launch.world import cores
 
-    run_here = (plan for plan in plans if plan.time is not None and plan.time.measured)
-    here = with_one_process(run_here)
-    if here is None and fabric is None:
-        return None
-    device = device_named(REFERENCE) if fabric is None else fabric.device
-    assert device is not None
-    try:
-        batch = (here or plans[0]).foreseen.batch
-        on_gpu = gpu_time(fake_model, Plan(), Fabric(device=device), batch=batch)
-    except GrappeError:
-        return None
-    share = share_of_gpu(on_gpu)
-    what = f"this model keeps one {device.title} {share:.0%} busy"
-    if here is None or here.time is None:
-        verdict = "enough to be worth its queue" if share >= BUSY else LITTLE
-        text = f"{what}, {verdict}; --plan device=cpu runs its steps on the cores here"
-        return f"GPU or CPU: {text}. From its data sheet, not measured on that GPU"
-    faster = here.time.total / on_gpu.total
-    low, high = faster * (1 - on_gpu.spread), faster * (1 + on_gpu.spread)
-    many = f"{cores()} cores here" if cores() > 1 else "one core here"
-    between = f"it is {_times(low)} to {_times(high)} times as fast as the {many}"
-    if high < 1:
-        verdict = f"the {many} are {_times(1 / faster)} times as fast, and start sooner: take no GPU"
-    elif low > 1:
-        verdict = f"{between}: take a GPU" if share >= BUSY else f"{between}, and {LITTLE}"
-    else:
-        verdict = f"{between}: try both (grappe measure)"
-    return f"GPU or CPU: {what}; {verdict}. From its data sheet, not measured on that GPU"
-
-
-def use_of_gpu(fake_model: FakeModel, plans: Sequence[TimedPlan], gpus: LocalGpus) -> str | None:
-    """Says how busy the measured steps of one process keep this machine's GPU; None: none ran, or no data sheet."""
-    from grappe.foresight.devices import device_reported
-    from grappe.foresight.gpu_time import Fabric, gpu_time
-
-    device = device_reported(gpus.name)
-    run_here = (plan for plan in plans if plan.time is not None and plan.cost is not None and plan.cost.on_gpus)
-    here = with_one_process(run_here)
-    if device is None or here is None or here.time is None:
-        return None
-    try:
-        on_gpu = gpu_time(fake_model, Plan(), Fabric(device=device), batch=here.foreseen.batch)
-    except GrappeError:
-        return None
-    assert on_gpu.busy is not None
-    share = min(1.0, on_gpu.busy / here.time.total)
-    verdict = "" if share >= BUSY else f", and {LITTLE}; --plan device=cpu compares with the cores here"
-    return (
-        f"GPU or CPU: this model keeps {device.title} {share:.0%} busy: it computes for "
-        f"{format_seconds(on_gpu.busy)} by its data sheet, of steps of {format_seconds(here.time.total)}{verdict}"
+    run_here = [plan for plan in plans if plan.time is not None and plan.time.measured]
+    measured, on_cores = (
+        with_one_process(plan for plan in run_here if plan.cost is not None and plan.cost.on_gpus is on_gpus)
+        for on_gpus in (True, False)
     )
-
-
-def share_of_gpu(step: StepTime) -> float:
-    """Returns the share of a step's computing in which the GPU has something to do."""
-    assert step.busy is not None
-    return min(1.0, step.busy / step.compute)
+    plain = measured or on_cores or plans[0]
+    try:
+        alone = Plan(precision=Plan.parse(plain.foreseen.plan).precision)
+        sheet = gpu_time(fake_model, alone, Fabric(device=device), batch=plain.foreseen.batch)
+    except GrappeError:
+        return []
+    on_gpu = sheet if measured is None or measured.time is None else measured.time
+    share, at_peak = sheet.gpu_share(on_gpu.compute), sheet.at_peak or (0.0, 0.0)
+    flops, moved = (min(1.0, seconds / on_gpu.compute) for seconds in at_peak)
+    what = f"a step uses {flops:.0%} of the FLOP/s of one {device.title}, and {moved:.0%} of its memory bandwidth"
+    advice, needs = "A larger batch_size uses more of it", plain.foreseen.needs
+    if budget is not None and needs is not None and device.title.startswith("NVIDIA"):
+        fitting = budget.size // budget.of_each(2).taken(needs)
+        if (sharing := min(fitting, most, CLIENTS)) > 1:
+            shared = f"--plan replicate={sharing},per_device={sharing}"
+            advice = (
+                f"{advice}, or processes that share it: {fitting} fit in its {format_bytes(budget.size)} ({shared})"
+            )
+    verdict = "enough to be worth its queue"
+    if share < WORTH:
+        verdict = f"too little to be worth its queue: train on cores (--plan device=cpu). {advice}"
+    if on_cores is not None and on_cores.time is not None:
+        faster = on_cores.time.total / on_gpu.total
+        low, high = faster * (1 - on_gpu.spread), faster * (1 + on_gpu.spread)
+        many = f"{cores()} cores here" if cores() > 1 else "one core here"
+        between = f"it is {_times(low)} to {_times(high)} times as fast as the {many}"
+        if high < 1:
+            verdict = f"the {many} are {_times(1 / faster)} times as fast, and start sooner: take no GPU"
+        elif low > 1:
+            verdict = f"{between}: take a GPU" if share >= WORTH else f"{between}, and mostly idle. {advice}"
+        else:
+            verdict = f"{between}: try both (grappe measure)"
+    return [f"GPU or CPU: {what}; {verdict}"]
 
 
 def best(times: PlanTimes, aim: Aim) -> TimedPlan | None:

@@ -36,7 +36,13 @@ ALIKE = 1.05  # figures of which neither is this many times the other are the sa
 
 def answer(times: PlanTimes, aim: Aim) -> list[str]:
     """Says which plan to take; of GPU-hours and core-hours, which are not compared, one sentence each."""
-    return [_answer(several, aim) for several in _comparable(times, aim)]
+    kinds = [
+        [timed for timed in times.plans if timed.cost is not None and timed.cost.on_gpus is gpu]
+        for gpu in (True, False)
+        if aim == "cheapest"
+    ]
+    comparable = [dataclasses.replace(times, plans=tuple(plans)) for plans in kinds if plans]
+    return [_answer(several, aim) for several in comparable or [times]]
 
 
 def _answer(times: PlanTimes, aim: Aim) -> str:
@@ -72,9 +78,9 @@ def _fits(times: PlanTimes, timed: TimedPlan) -> bool:
 
 
 def _details(times: PlanTimes, timed: TimedPlan) -> str:
-    compared = times.budget is not None and timed.foreseen.fits is not None
-    of = f" of {format_bytes(times.budget.size)}" if times.budget is not None and compared else ""
-    parts = [f"{format_bytes(times.taken(timed))}{of} a process"]
+    parts = [f"{format_bytes(times.taken(timed))} a process"]
+    if times.budget is not None and timed.foreseen.fits is not None:
+        parts = [f"{format_bytes(times.taken(timed))} of {format_bytes(times.budget.size)} a process"]
     if timed.time is not None and timed.cost is not None:
         parts.append(f"about {_duration(timed.cost.hours)} (±{timed.time.spread:.0%})")
     return ", ".join(parts)
@@ -163,21 +169,27 @@ def _cells(times: PlanTimes, timed: TimedPlan) -> dict[str, str]:
     return cells
 
 
-def notes(times: PlanTimes) -> list[str]:
-    """Explains the figures: which plans cannot be foreseen, and what a process may have."""
+def notes(times: PlanTimes, *, everything: bool = False) -> list[str]:
+    """Explains the figures: which plans cannot be foreseen, and what a process may have.
+
+    Args:
+        everything: also how the figures are foreseen.
+    """
     forecasts = [timed.foreseen for timed in times.plans]
     lines = [reason(forecast.plan, forecast.why) for forecast in forecasts if forecast.needs is None]
     if any(forecast.needs is not None and forecast.needs.peak is None for forecast in forecasts):
         lines.append("more than …: grappe does not predict the activations of such a plan: measure whether it fits")
     if data := max((forecast.needs.data for forecast in forecasts if forecast.needs is not None), default=0):
         lines.append(f"besides, each process and data worker keeps up to {format_bytes(data)} of the corpus")
-    if times.budget is not None:
+    if times.budget is not None and not everything:
+        lines.append("foreseen, not measured on that GPU: --all says how")
+    elif times.budget is not None:
         lines.append(
             f"a process may have {format_bytes(times.budget.size)} ({times.budget.whose}); counted are the higher of "
             "both peaks, a tenth more for what the allocator cannot use, and 1.5 GB for CUDA and NCCL. Not measured on "
             "that GPU"
         )
-    return [*lines, *times.notes]
+    return [*lines, *(times.caveats if everything else ()), *times.notes]
 
 
 def _range(least: int | None, most: int | None) -> str:
@@ -185,17 +197,6 @@ def _range(least: int | None, most: int | None) -> str:
         return ""
     texts = format_bytes(least), format_bytes(most)
     return texts[0] if texts[0] == texts[1] else " to ".join(texts)
-
-
-def _comparable(times: PlanTimes, aim: Aim) -> list[PlanTimes]:
-    """Returns the plans that an aim compares: GPU-hours and core-hours are not compared with each other."""
-    if aim != "cheapest":
-        return [times]
-    kinds = (
-        [timed for timed in times.plans if timed.cost is not None and timed.cost.on_gpus is gpu]
-        for gpu in (True, False)
-    )
-    return [dataclasses.replace(times, plans=tuple(plans)) for plans in kinds if plans] or [times]
 
 
 def as_json(times: PlanTimes) -> dict[str, Any]:
@@ -208,7 +209,7 @@ def as_json(times: PlanTimes) -> dict[str, Any]:
             | {"time": timed.time and {**dataclasses.asdict(timed.time), "total": timed.time.total}}
             for timed in times.plans
         ],
-        "notes": times.notes,
+        "notes": (*times.caveats, *times.notes),
     }
 
 

@@ -63,11 +63,6 @@ class TimeCosts:
     spread: float = 0.0
     """Relative uncertainty: at worst all takes 1 / (1 - spread) times as long."""
 
-    @property
-    def slow_step(self) -> float:
-        """Computes the seconds of a step, at the pessimistic end."""
-        return self.step / (1 - self.spread)
-
     def seconds(self, remaining: RemainingTraining) -> float:
         """Computes the seconds of a training, at the pessimistic end."""
         parts = (

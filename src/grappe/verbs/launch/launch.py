@@ -31,6 +31,7 @@ from grappe.errors import (
     UsageError,
 )
 from grappe.errors.causes import broken_package, refused_process
+from grappe.errors.remedies import SCRIPTS, remedy
 from grappe.errors.user_line import PACKAGE, is_users_file
 from grappe.launch import files, imports, local
 from grappe.launch.files import RUNS
@@ -357,6 +358,8 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
                     message = f"{message}{_OTHER_NAME}"
             if request.run is not None and any(text in str(error) for text in _OF_SHARDS):
                 message = f"{message}\n{_SHARDED}"
+            if older := remedy(str(error), SCRIPTS):
+                message = f"{message}\n{older}"
             raise ProcessDied(message) from error
     if process.rank and request.run is None and code not in (EXIT_OK, EXIT_INTERRUPTED, INTERRUPTED):
         raise SystemExit(code)

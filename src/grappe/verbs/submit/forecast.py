@@ -22,7 +22,7 @@ from grappe.sites.schema import Site
 from grappe.sites.script import Script, clock
 from grappe.training.request import data_folder
 from grappe.training.watchers.expected_end import span
-from grappe.verbs.foresee.foresee import BUSY, budget_in, share_of_gpu, site_fabric
+from grappe.verbs.foresee.foresee import WORTH, budget_in, site_fabric
 from grappe.verbs.foresee.run_forecast import traced
 from grappe.verbs.foresee.training_time import (
     MARGIN,
@@ -222,7 +222,7 @@ def warnings_of(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: S
     Raises:
         TaskError: the task cannot be traced.
     """
-    warnings = _idle(fake_model, plan, site)
+    warnings = [*_idle(fake_model, plan, site), *filter(None, [fake_model.absent])]
     if asked := _asked(fake_model, plan, budget):
         try:
             other = _another(fake_model, plan, budget)
@@ -233,34 +233,31 @@ def warnings_of(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: S
 
 
 def _idle(fake_model: FakeModel, plan: Plan, site: Site) -> list[str]:
-    """Returns a warning if a step of the plan keeps a GPU busy for a small share of its time."""
+    """Returns a warning if a step of the plan uses a small share of its GPU."""
     from grappe.foresight.gpu_time import gpu_time
 
     fabric = site_fabric(site)
     if fabric is None or plan.per_device > 1:
         return []
     try:
-        share = share_of_gpu(gpu_time(fake_model, plan, fabric))
+        share = gpu_time(fake_model, plan, fabric).gpu_share()
     except TaskError:
         raise
     except GrappeError:
         return []  # such a plan's time is not foreseen
-    if share >= BUSY:
+    if share >= WORTH:
         return []
     return [
-        f"a step would use {share:.0%} of a GPU ({fabric.device.title}), which mostly waits for its host: train on "
-        "cores (--gpus 0), take a larger batch_size, or let several trainings share a GPU (per_device). Foreseen from "
-        "the data sheet, not measured on that GPU; see grappe foresee"
+        f"a step would use {share:.0%} of a GPU ({fabric.device.title}): train on cores (--gpus 0), take a larger "
+        "batch_size, or place several processes on a GPU (per_device). Foreseen from the data sheet, not measured on "
+        "that GPU; grappe foresee says how many fit"
     ]
 
 
 def budget_for(site: Site, plan: Plan) -> MemoryBudget | None:
     """Returns a process's share of its GPU's memory; None: there is no GPU, or its memory is unknown."""
     budget = None if plan.device == "cpu" else budget_in(site)
-    if budget is None or plan.per_device == 1:
-        return budget
-    whose = f"{budget.whose}, shared by {plan.per_device} processes,"
-    return dataclasses.replace(budget, whose=whose, size=budget.size // plan.per_device)
+    return budget and budget.of_each(plan.per_device)
 
 
 def not_foreseen(error: GrappeError) -> str:
@@ -356,10 +353,10 @@ def with_time(submission: Submission) -> tuple[Submission, str, tuple[str, ...] 
     made = (job.env or site.job.environment) in MADE_ON_NODES
     needed = estimate.costs.seconds(remaining) + (MADE_SECONDS if made else HERE_SECONDS)
     limit = time_limit(needed, least, longest(resources, site, job))
-    evaluations = count_of(remaining.evaluations, "evaluation")
+    slow = estimate.costs.step / (1 - estimate.costs.spread)
     text = (
-        f"time limit {clock(limit)}: {remaining.steps:,} steps of {format_seconds(estimate.costs.slow_step)} and "
-        f"{evaluations}, {estimate.origin}, with start-up"
+        f"time limit {clock(limit)}: {remaining.steps:,} steps of {format_seconds(slow)} and "
+        f"{count_of(remaining.evaluations, 'evaluation')}, {estimate.origin}, with start-up"
     )
     if limit >= needed * (1 + MARGIN):
         text = f"{text} and a margin"

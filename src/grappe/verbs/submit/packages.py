@@ -21,6 +21,7 @@ from pathlib import Path
 
 from grappe import finder
 from grappe.errors import GrappeError, UsageError
+from grappe.errors.remedies import remedy
 from grappe.launch import command
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
@@ -345,6 +346,11 @@ REQUIREMENT = re.compile(
     re.ASCII,
 )
 SEPARATORS = re.compile(r"[-_.]+")
+TORCH = (2, 8)
+"""The oldest torch that grappe takes, as in pyproject.toml."""
+ENDED = remedy("No module named 'torchtext'")
+OF_TORCH = re.compile(r"torch(?:===?|<=?)(\d+)\.(\d+)|pytorch[\w-]*/(?:[^/]+/)*(\d+)\.(\d+)")
+"""A torch of one version, or up to one: of --with, or of a cluster's module (pytorch-gpu/py3/2.8.0)."""
 
 
 def requirements(submission: Submission) -> list[str]:
@@ -357,6 +363,12 @@ def requirements(submission: Submission) -> list[str]:
     for requirement in job.with_:
         if not REQUIREMENT.fullmatch(requirement):
             raise UsageError(f"--with {requirement}: give a package's name, NAME==VERSION, or 'NAME>=VERSION'")
+        if _plain(requirement) == "torchtext":
+            raise UsageError(f"--with {requirement}: {ENDED}")
+    for option, text in (*(("with", text) for text in job.with_), *(("modules", text) for text in job.modules)):
+        version = OF_TORCH.match(text)
+        if version and tuple(map(int, filter(None, version.groups()))) < TORCH:
+            raise UsageError(f"--{option} {text}: grappe takes torch from 2.8 on: name such a version, or leave it out")
     if task is None and submission.run is not None:
         name = str(Run(submission.run).read_description().get("task") or "")
         task = None if name.startswith("__main__") else name  # a notebook's module

@@ -145,7 +145,9 @@ def of_cuda(nvcc: str, built: str, compiler: Version, bounds: Bounds | None) -> 
 @once_a_node
 def check_extensions(machine: Machine) -> Iterator[Finding]:
     """Asks the dynamic linker about extensions next to the task; outside jobs, in packages that need torch, too."""
-    own = list(task_libraries(machine.task))
+    file, own = Path((machine.task or "").rpartition(":")[0] or machine.task or ""), list[Path]()
+    if file.suffix == ".py" and file.is_file():  # setup.py build_ext --inplace puts libraries next to it, or below
+        own = sorted(library for form in ("*.so", "*/*.so") for library in file.absolute().parent.glob(form))
     others = [] if machine.job else [name for name in installed_extensions() if name not in own]
     files = list(dict.fromkeys((*own, *others)))
     if files and ldd_runs_files(*platform.libc_ver()):
@@ -180,14 +182,6 @@ def ldd_runs_files(library: str, version: str) -> bool:
     """Returns whether the ldd of this C library may run the file that it is asked about."""
     numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
     return library == "glibc" and bool(numbers) and numbers < SAFE_GLIBC
-
-
-def task_libraries(task: str | None) -> Iterator[Path]:
-    """Lists the libraries next to a task's file and in folders there: setup.py build_ext --inplace puts them there."""
-    file = Path((task or "").rpartition(":")[0] or task or "")
-    if file.suffix == ".py" and file.is_file():
-        folder = file.absolute().parent
-        yield from sorted((*folder.glob("*.so"), *folder.glob("*/*.so")))
 
 
 def installed_extensions() -> Iterator[Path]:

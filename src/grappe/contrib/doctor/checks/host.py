@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from grappe.checkpoint.commit import write_all
-from grappe.contrib.doctor.checks import Finding, Machine, error, of_level, once_a_node, warning
+from grappe.contrib.doctor.checks import Finding, Machine, error, note, of_level, once_a_node, warning
 from grappe.errors import GrappeError
 from grappe.launch import command, files
 from grappe.launch.world import cores, own_cores
@@ -29,6 +29,8 @@ LEAST_FILES = 1000
 
 INTERFACES = Path("/sys/class/net")
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+UNREAD = {"TORCH_NCCL_ASYNC_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+"""Variables of cluster pages that nothing reads, and the ones that torch reads."""
 
 
 def check_cores(machine: Machine) -> Iterator[Finding]:
@@ -185,6 +187,9 @@ def check_network(machine: Machine) -> Iterator[Finding]:
             why="processes on several nodes find each other by host name",
             do="tell the site",
         )
+    for unread, meant in UNREAD.items():
+        if unread in machine.environment:
+            yield note(f"torch reads no {unread}", why="it does nothing", do=f"unset it: it means {meant}, which is on")
     interfaces = [entry.name for entry in INTERFACES.iterdir()] if INTERFACES.is_dir() else []
     yield from of_interfaces(machine.environment, interfaces)
     if several and list(Path("/sys/class/infiniband").glob("*")) and machine.environment.get("NCCL_IB_DISABLE") == "1":

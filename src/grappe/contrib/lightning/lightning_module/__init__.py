@@ -176,7 +176,7 @@ class Carried(Task):
 def from_lightning(
     module: LightningModule,
     datamodule: LightningDataModule | DataLoader | Sequence[DataLoader] | None = None,
-    *,
+    *loaders: DataLoader,
     epochs: int = 10,
     batch_size: int | None = None,
     seed: int = 0,
@@ -192,6 +192,7 @@ def from_lightning(
     Args:
         datamodule: a LightningDataModule; or the training loader as `Trainer.fit` takes it, or (training, validation)
             or (training, validation, test) loaders. None, or for a loader that is not given: the module's own.
+        loaders: the validation and the test loader, after the training loader.
         batch_size: samples per optimizer step over all processes; None: the training loader's.
         clip: the value of Trainer(gradient_clip_val=…).
         validation: the share of the training samples that validates, where there is no val_dataloader. Without both,
@@ -209,7 +210,10 @@ def from_lightning(
     if not module.automatic_optimization:
         refusals.add("automatic_optimization", LOOP, needed=True)
     unsupported.overridden(module, base, refusals)
-    data = _data_of(module, datamodule)
+    bare = (datamodule, *loaders) if isinstance(datamodule, DataLoader) else datamodule
+    if (loaders and bare is datamodule) or len(loaders) > 2:
+        raise TaskError(f"from_lightning({name}, …): give a data module, or one to three loaders, training's first")
+    data = Loaders(module, *bare) if isinstance(bare, Sequence) else module if bare is None else bare
     if (data_base := lightnings_class(data, "LightningDataModule")) is not None:
         unsupported.overridden(data, data_base, refusals)
     refusals.check()
@@ -249,16 +253,6 @@ def from_lightning(
     # As if it stood where from_lightning was called, as named tuples do: `grappe train FILE` finds it there.
     body["__module__"] = sys._getframe(1).f_globals.get("__name__", __name__)
     return type(f"{name}Task", (Carried,), body)
-
-
-def _data_of(
-    module: LightningModule, data: LightningDataModule | DataLoader | Sequence[DataLoader] | None
-) -> LightningDataModule | LightningModule | Loaders:
-    if data is None:
-        return module
-    if isinstance(data, DataLoader):
-        return Loaders(module, data)
-    return Loaders(module, *data) if isinstance(data, Sequence) else data
 
 
 def _fresh(module: LightningModule, trainer: NoTrainer) -> Any:
