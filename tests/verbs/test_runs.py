@@ -1,6 +1,7 @@
 """A race: runs by their costs at the first evaluation that reached a score."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -128,4 +129,16 @@ def test_runs_stand_in_the_order_of_their_starts_with_one_line_for_a_failure(tmp
     columns = {str(column.header): list(column.cells) for column in table.columns}  # type: ignore[union-attr]
     assert columns["run"] == ["undated", "failed", "later"] and columns["time"] == ["", "2 s", "3 min"]
     assert columns["status"][1] == "failed: the metric 'mae' does …" and columns["started"][0] == ""
+    os.utime(tmp_path / "later" / "run.json", (1e10, 1e10))
     assert last_run(tmp_path) == tmp_path / "later"
+
+
+def test_the_newest_runs_are_listed_and_the_number_of_older_ones(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("grappe.verbs.runs.MOST_LISTED", 2)
+    for number, name in enumerate(("c", "a", "b", "d")):
+        make(tmp_path, name, {}, tags=["t"])
+        os.utime(tmp_path / name / "run.json", (number, number))
+    table = listing(tmp_path)
+    assert list(table.columns[0].cells) == ["b", "d"] and table.caption == "2 older runs: --all shows them"
+    for table in (listing(tmp_path, everything=True), listing(tmp_path, "t")):
+        assert sorted(table.columns[0].cells) == ["a", "b", "c", "d"] and table.caption is None

@@ -259,6 +259,7 @@ def runs(
     *,
     runs: RunsFolder = RUNS,
     tag: Annotated[str | None, Parameter(help="List the runs with this tag alone.")] = None,
+    all_: Annotated[bool, Parameter(name="--all", help="List all runs, not the newest 200 alone.")] = False,
     race: Annotated[
         str | None, Parameter(help="Rank the runs by what they took to reach a score: accuracy=0.97, 'perplexity<=20'.")
     ] = None,
@@ -283,7 +284,7 @@ def runs(
     elif json:
         show_json("runs", runs=facts(runs, run, tag))
     else:
-        show(describe(run) if run is not None else listing(runs, tag))
+        show(describe(run) if run is not None else listing(runs, tag, everything=all_))
 
 
 @app.command

@@ -30,25 +30,28 @@ if TYPE_CHECKING:
 
 UNREADABLE = "run.json cannot be read"
 NO_SCORES = ("kind", "step", "samples", "count")
-
-
 LONGEST_STATUS = 32  # characters of a status in the table; `grappe runs RUN` shows all of it
+MOST_LISTED = 200
+"""Runs in a table that is not asked for all: a thousand take seconds."""
 
 
-def listing(base: Path, tag: str | None = None) -> Table | str:
-    """Makes a table of the runs under `base`, the newest last; with `tag`, of those that have it."""
+def listing(base: Path, tag: str | None = None, *, everything: bool = False) -> Table | str:
+    """Makes a table of the newest runs under `base`, the newest last; with `tag`, of all that have it."""
     runs = all_runs(base)
+    older = 0 if everything or tag is not None else max(0, len(runs) - MOST_LISTED)
+    if older:
+        runs = sorted(runs, key=written_at)[older:]
     folders = sorted(base.iterdir()) if base.is_dir() else []
     submissions = {folder: submitted(folder) for folder in folders if not Run.is_run(folder)}
     waiting = {entry: str(jobs[-1]["job"]) for entry, jobs in submissions.items() if jobs}
     if not runs and not waiting:
         return f"no run in {base}: grappe train digits makes one"
-    entries = list[tuple[float, tuple[str, ...]]]()
+    dated = list[tuple[float, tuple[str, ...]]]()
     for run in runs:
         try:
             description = run.read_description()
         except RunError:
-            entries.append((0.0, (run.folder.name, "", UNREADABLE, *[""] * 6)))
+            dated.append((0.0, (run.folder.name, "", UNREADABLE, *[""] * 6)))
             continue
         tags = description.get("tags", [])
         if tag is not None and tag not in tags:
@@ -59,17 +62,24 @@ def listing(base: Path, tag: str | None = None) -> Table | str:
         status = textwrap.shorten(
             translated_cell(run.read_status(description), sys.stdout), LONGEST_STATUS, placeholder=" …"
         )
-        began, seconds = started_at(description), number(description.get("used", {}).get("seconds"))
+        began, seconds = started_at(description), number(entries(description.get("used")).get("seconds"))
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) if began else ""
         took = "" if not seconds else span(seconds) if seconds >= 60 else f"{seconds:.0f} s"
         scores, name = shown_scores(evaluation), description.get("name", "")
-        entries.append((began, (run.folder.name, name, status, scores, step, when, took, plan, ", ".join(tags))))
-    rows = [row for _, row in sorted(entries, key=lambda entry: entry[0])]
+        dated.append((began, (run.folder.name, name, status, scores, step, when, took, plan, ", ".join(tags))))
+    rows = [row for _, row in sorted(dated, key=lambda entry: entry[0])]
     if tag is None:
         rows += [(run.name, "", f"submitted, job {job}", *[""] * 6) for run, job in waiting.items()]
     elif not rows:
         return f"no run in {base} has the tag {tag}"
-    return filled_table(("run", "name", "status", "validation", "step", "started", "time", "plan", "tags"), rows)
+    table = filled_table(("run", "name", "status", "validation", "step", "started", "time", "plan", "tags"), rows)
+    table.caption = f"{older:,} older runs: --all shows them" if older else None
+    return table
+
+
+def written_at(run: Run) -> float:
+    """Reads when a run's run.json was written, as time.time has it."""
+    return (run.folder / DESCRIPTION).lstat().st_mtime
 
 
 def last_run(base: Path) -> Path:
@@ -80,7 +90,7 @@ def last_run(base: Path) -> Path:
     """
     if not (runs := all_runs(base)):
         raise UsageError(f"no run in {base}: give one, or a file of grappe measure --out")
-    return max((run.folder for run in runs), key=lambda folder: (folder / DESCRIPTION).lstat().st_mtime)
+    return max(runs, key=written_at).folder
 
 
 def started_at(description: Mapping[str, Any]) -> float:
