@@ -20,6 +20,7 @@ from grappe.errors import RunError, UsageError
 from grappe.errors.foreign_text import entries, number
 from grappe.language import translated_cell, translated_name
 from grappe.launch.safe_console import fact_table
+from grappe.launch.terminal import complain
 from grappe.training.run import DESCRIPTION, Run, all_runs
 from grappe.training.watchers.expected_end import span
 from grappe.verbs.submit.jobs import submitted
@@ -72,9 +73,9 @@ def listing(base: Path, tag: str | None = None, *, everything: bool = False) -> 
         rows += [(run.name, "", f"submitted, job {job}", *[""] * 6) for run, job in waiting.items()]
     elif not rows:
         return f"no run in {base} has the tag {tag}"
-    table = filled_table(("run", "name", "status", "validation", "step", "started", "time", "plan", "tags"), rows)
-    table.caption = f"{older:,} older runs: --all shows them" if older else None
-    return table
+    if older:
+        complain(f"grappe: {older:,} older runs are left out: --all shows them")
+    return filled_table(("run", "name", "status", "validation", "step", "started", "time", "plan", "tags"), rows)
 
 
 def written_at(run: Run) -> float:
