@@ -1,5 +1,6 @@
 """Processes on this machine: started, watched, interrupted, killed; nothing of them may remain."""
 
+import contextlib
 import json
 import os
 import resource
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from grappe.errors import DataError, GrappeError, ProcessDied
+from grappe.errors import DataError, GrappeError, ProcessDied, UsageError
 from grappe.launch import local
 from grappe.launch.child import Report
 from grappe.launch.local import explanation, hint, lost_another
@@ -62,6 +63,22 @@ def test_todays_environment_reaches_processes_of_a_server_that_was_started_befor
     assert local.local("tests.launched:variable", "GRAPPE_TEST_VARIABLE", 1) == "new"
     monkeypatch.delenv("GRAPPE_TEST_VARIABLE")
     assert local.local("tests.launched:variable", "GRAPPE_TEST_VARIABLE", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("TMPDIR", "x" * 80, "TMPDIR=.*xx: sockets of processes cannot have so long a name"),
+        ("TORCH_DISTRIBUTED_DEBUG", "verbose", "TORCH_DISTRIBUTED_DEBUG=verbose: torch takes OFF, INFO or DETAIL"),
+        ("TORCH_DISTRIBUTED_DEBUG", "detail", ""),
+        ("TMPDIR", "", ""),
+    ],
+)
+def test_an_environment_that_stops_processes_is_named(name, value, words, tmp_path, monkeypatch) -> None:
+    (tmp_path / value).mkdir(exist_ok=True)
+    monkeypatch.setenv(name, str(tmp_path / value) if words and name == "TMPDIR" else value)
+    with pytest.raises(UsageError, match=words) if words else contextlib.nullcontext():
+        local._check_environment()
 
 
 def test_works_in_a_thread() -> None:

@@ -18,6 +18,7 @@ from grappe.checkpoint.commit import Origin, commit, write_new
 from grappe.checkpoint.foreign_training import (
     ALONE,
     NEW_LAYERS,
+    PICKLED,
     Begin,
     copy_values,
     differences,
@@ -206,6 +207,9 @@ def _weights_of(source: Path) -> tuple[Weights, str]:
     choice = choose(source / "checkpoints")
     if choice.checkpoint is None:
         why = f": {choice.passed_over[0]}" if choice.passed_over else ""
+        others = sorted(file for file in (source / "checkpoints").glob("*") if file.suffix in PICKLED)
+        if others and not (source / "run.json").is_file():
+            raise RunError(f"--from {source}: this is no run of grappe's: name the file, as in --from {others[-1]}")
         raise RunError(f"--from {source}: there is no run with a checkpoint that verifies{why}")
     return choice.checkpoint.read_model(), f"--from {source}: {choice}" if choice.passed_over else ""
 
@@ -258,7 +262,9 @@ def _copied(model: nn.Module, source: Path) -> str:
                 f"{NEW_LAYERS}"
             )
         copy_values(matched, weights, f"--from {source}")
-        return "\n".join(filter(None, (note, matched.note and f"--from {source}: {matched.note}")))
+        kept = [name for name in matched.missing if not name.endswith("num_batches_tracked")]
+        fresh = f"it lacks the buffers {some(kept)}, which keep their initial values" if kept else ""
+        return "\n".join([note] * bool(note) + [f"--from {source}: {text}" for text in (matched.note, fresh) if text])
 
 
 @contextlib.contextmanager

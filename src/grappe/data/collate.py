@@ -11,9 +11,11 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from grappe.data.arrays import native
 from grappe.data.seeded import seeded
 from grappe.errors import GrappeError, PlanError, TaskError
 from grappe.errors.user_code import sentence
@@ -32,9 +34,17 @@ def collated(task: Task, samples: Sequence[Any]) -> tuple[Any, Any]:
     """
     name = type(task).__name__
     key = getattr(samples, "key", None) if overrides(task, "collate") else None
+    by_itself = not overrides(task, "collate")
+    if by_itself and any(isinstance(leaf, np.ma.MaskedArray) for leaf in tree_leaves(samples[0])):
+        samples = tree_map(native, list(samples))  # torch would take what lies under the mask
     try:
         with contextlib.nullcontext() if key is None else seeded(key):
-            batch = task.collate(samples)
+            try:
+                batch = task.collate(samples)
+            except ValueError:  # an array that was flipped, or has another byte order
+                if not by_itself:
+                    raise
+                batch = task.collate(tree_map(native, list(samples)))
     except GrappeError:
         raise
     except Exception as error:

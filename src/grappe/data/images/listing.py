@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from grappe.data.shards.open_file import splits_of
 from grappe.data.shards.tar import Extent, Member, archive_in, by_sample, ending_of, members
 from grappe.errors import DataError, reading
 from grappe.errors.foreign_text import printable
@@ -162,12 +164,15 @@ def _text(name: bytes) -> str:
 
 def _list_folder(source: Path, report: Report) -> Index:
     with os.scandir(source) as places:
-        classes = sorted(place.name for place in places if place.is_dir() and not place.name.startswith("."))
+        folder_by_name = {place.name: place.is_dir() for place in places if not place.name.startswith(".")}
+    classes = sorted(name for name, is_folder in folder_by_name.items() if is_folder)
     if not classes:
         raise DataError(f"{source} has no class folders: images lie in SOURCE/CLASS/NAME.jpg")
+    if len(classes) > 1 and all(map(splits_of, classes)):
+        raise DataError(f"{source}: its folders are splits, and not classes ({', '.join(classes)}): name one of them")
     parts = _in_threads(lambda name, label: _class_folder(source, name, label), classes, "class folders", report)
     folders = ["", *(folder for part in parts for folder in part.folders)]
-    return _joined("folder", folders, classes, parts)
+    return _joined("folder", folders, classes, parts, len(folder_by_name) - len(classes))
 
 
 def _class_folder(source: Path, name: str, label: int) -> _Part:
@@ -263,7 +268,7 @@ def _labels_of(file: Path, names: Sequence[bytes], numbering: Path | None) -> tu
     """
     # A line names the image with or without its ending.
     stems = [Path(_text(name)).stem for name in names]
-    lines = _label_rows(file, set(stems))
+    lines = _label_rows(file, distinct := set(stems))
     if not lines:
         raise DataError(f"{file} has no line")
     if len(lines[0]) == 1:
@@ -271,10 +276,17 @@ def _labels_of(file: Path, names: Sequence[bytes], numbering: Path | None) -> tu
             raise DataError(f"{file} has {len(lines):,} lines for {len(names):,} images")
         words = [line[0] for line in lines]
     else:
-        by_stem = {Path(line[0]).stem: line[1] for line in lines if len(line) > 1}
-        absent = next((stem for stem in stems if stem not in by_stem), None)
+        by_stem: dict[str | None, str] = {}
+        for line in lines:
+            stem = _image_of(line[0], distinct)
+            if len(line) > 1 and by_stem.setdefault(stem, line[1]) != line[1] and stem is not None:
+                raise DataError(f"{file} has two classes for the image '{printable(stem)}'")
+        absent = next((stem for stem in stems if not by_stem.get(stem)), None)
         if absent is not None:
-            raise DataError(f"{file} has no line for the image '{printable(absent)}'")
+            raise DataError(f"{file} has no class for the image '{printable(absent)}'")
+        if len(distinct) < len(stems):
+            twice = Counter(stems).most_common(1)[0][0]
+            raise DataError(f"{file}: two images are named '{printable(twice)}', which one line cannot tell apart")
         words = [by_stem[stem] for stem in stems]
     if all(map(_NUMBER.fullmatch, words)):
         if numbering is None:
@@ -306,15 +318,21 @@ def _label_rows(file: Path, stems: Set[str]) -> list[list[str]]:
     if delimiter is None:
         return [line.split(maxsplit=1) for line in lines]
     rows = [[field.strip() for field in row] for row in csv.reader(lines, delimiter=delimiter, skipinitialspace=True)]
-    header = rows.pop(0) if not any(Path(field).stem in stems for field in rows[0]) else []
+    header = rows.pop(0) if not any(_image_of(field, stems) for field in rows[0]) else []
     if header[:2] == ["ImageId", "PredictionString"]:
         return [[row[0], row[1].partition(" ")[0]] for row in rows if len(row) > 1]
-    image = next((place for place, field in enumerate(rows[0] if rows else ()) if Path(field).stem in stems), 0)
+    image = next((place for place, field in enumerate(rows[0] if rows else ()) if _image_of(field, stems)), 0)
     others = [place for place in range(len(rows[0]) if rows else 0) if place != image]
     others = [place for place in others if header[place : place + 1] in (["label"], ["class"])] or others
     if len(others) > 1:
         raise DataError(f"{file} has several columns beside the image's name: keep that and the class")
     return [[row[image], row[others[0]]] if others and len(row) > max(image, *others) else row[:1] for row in rows]
+
+
+def _image_of(field: str, stems: Set[str]) -> str | None:
+    """Returns which image a field names, with its folders and ending or without; None: none of `stems`."""
+    base = field.rpartition("/")[2]
+    return next((stem for stem in (base, base.rpartition(".")[0]) if stem in stems), None)
 
 
 def _class_of_number(file: Path) -> dict[int, str]:

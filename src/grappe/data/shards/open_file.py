@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import weakref
 from collections.abc import Iterable
@@ -43,6 +44,28 @@ def facts_below(source: Path, names: Iterable[str]) -> dict[str, Facts]:
                 f"you deleted it on purpose: grappe data index {printable(source)} --again"
             ) from None
     return facts
+
+
+_SPLIT = re.compile(r"(train|training|val|valid|validation|dev|test|testing)(?=$|\.|[-_][0-9])", re.IGNORECASE)
+_NUMBERED = re.compile(r"(.*)([0-9]{5})-of-([0-9]{5})(.*)")
+
+
+def splits_of(name: str) -> set[str]:
+    """Returns the splits that a path names: those that its parts are called by, as test-00000-of-00002.parquet is."""
+    return {match[1].lower() for part in name.split("/") if (match := _SPLIT.match(part))}
+
+
+def missing_parts(names: Iterable[str]) -> list[str]:
+    """Returns the names that lack among numbered ones: a-00001-of-00002.parquet, where a-00000-of-00002 is there."""
+    numbers: dict[tuple[str, str, str], set[int]] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, names)):
+        numbers.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
+    return [
+        f"{begin}{number:05d}-of-{count}{end}"
+        for (begin, count, end), there in numbers.items()
+        for number in range(int(count) in there, int(count) + (int(count) in there))  # some count from 1
+        if number not in there
+    ]
 
 
 class OpenFile:
