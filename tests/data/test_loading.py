@@ -216,6 +216,24 @@ def test_a_killed_worker_ends_the_training_with_one_message() -> None:
         list(loader.batches(0, 2))
 
 
+class Many(Ten):
+    """A sample is of more tensors than the process may have files open."""
+
+    def __getitem__(self, index: int) -> tuple[dict[str, torch.Tensor], int]:  # type: ignore[override]
+        return {str(number): torch.ones(2) for number in range(300)}, 0
+
+
+def test_too_many_open_files_in_a_worker_end_the_training_with_one_message() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    loader = training_loader(Ten(), Many(), Plan.parse("workers=1,loading=processes"), world(0, 1))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        with pytest.raises(DataError, match=r"too many open files \(ulimit -n: 200\).*loading=threads"):
+            list(loader.batches(0, 2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_batches_of_an_evaluation_are_as_large_as_the_plan_says(tmp_path: Path) -> None:
     sizes = [len(one) for one in rows("validation_batch=5", Pids(), evaluation_loader)]
     assert sizes == [5, 5, 2]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import errno
 import functools
 import re
+import resource
 import signal
 import threading
 import warnings
@@ -27,6 +29,7 @@ from grappe.errors import DataError, GrappeError, PlanError, TaskError
 from grappe.launch.fork import end_with_parent, parents_garbage_spared
 from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
+from grappe.private_api.multiprocessing import end_where_a_queue_fails
 from grappe.private_api.torch import end_data_workers, tree_map
 from grappe.task import Task
 
@@ -397,6 +400,7 @@ _UNFINISHED: weakref.WeakSet[Iterator[Any]] = weakref.WeakSet()
 def begin_worker(_: int) -> None:
     """Prepares a new worker: it ends with its parent alone, not by a signal to all processes of a job."""
     end_with_parent()
+    end_where_a_queue_fails()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
@@ -423,6 +427,11 @@ def _explained(error: BaseException) -> BaseException:
     cause = error.__cause__ or error  # torch's own says no more than that a worker has ended
     if (full := explained(cause)) is not cause:
         return full
+    if f"exit code {errno.EMFILE}." in str(cause):
+        return DataError(
+            f"a data worker has too many open files (ulimit -n: {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}), one "
+            "for each tensor that it hands over: take loading=threads, or workers=0, or a higher limit"
+        )
     killed = _KILLED.search(str(cause)) or _KILLED.search(str(error))
     if killed is None and "exited unexpectedly" not in str(error):
         return explained(error)

@@ -414,7 +414,7 @@ def _list_shards(source: Path, report: Report) -> Index:
     largest = max((int(part.entries["label"].max()) for part in parts if part.names), default=0)
     file = source / CLASSES
     numbers = list(map(str, range(largest + 1)))
-    classes = file.read_text(errors="replace").splitlines() if file.is_file() else numbers
+    classes = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else numbers
     if len(classes) <= largest:
         raise DataError(f"{file} has {len(classes)} classes, and a sample has the label {largest}")
     return _joined("shards", shards, classes, parts)
