@@ -130,9 +130,6 @@ def test_what_torch_does_not_take_as_it_is_is_copied() -> None:
     [
         ([np.ones(4)] * 6, r"different lengths: \[4, 6\] \(a list of arrays is several inputs: np.stack"),
         (np.ones(5), r"different lengths: \[5, 6\]$"),
-        (3.0, "a single number is no array"),
-        ([[1, 2], [1], [3, 4]] * 2, "the rows of a list have different lengths"),
-        (torch.eye(6).to_sparse(), "a sparse matrix has no rows to gather"),
     ],
 )
 def test_what_has_no_row_for_each_sample_is_named(inputs: Any, words: str) -> None:

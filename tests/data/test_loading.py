@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Generator
@@ -16,7 +17,7 @@ from grappe.data.loader import evaluation_loader, training_loader
 from grappe.data.loading import STEPS, TURNS, WARM, Cost, Loading, Tuner, kinds_of, record, recorded, search
 from grappe.data.seeded import keyed_sample
 from grappe.data.source import ThreadedBatches
-from grappe.errors import GrappeError, PlanError, TaskError
+from grappe.errors import DataError, GrappeError, PlanError, TaskError
 from grappe.plan import Plan
 from grappe.profiling.phases import DATA, FORWARD, PHASES
 from tests.data.test_loader import world
@@ -228,7 +229,7 @@ def test_too_many_open_files_in_a_worker_end_the_training_with_one_message() -> 
     loader = training_loader(Ten(), Many(), Plan.parse("workers=1,loading=processes"), world(0, 1))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-        with pytest.raises(DataError, match=r"too many open files \(ulimit -n: 200\).*loading=threads"):
+        with pytest.raises(DataError, match=r"was ended by 'Too many open files'.*loading=threads"):
             list(loader.batches(0, 2))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -42,10 +42,7 @@ class Arrays(Dataset):
         self._has_copies = False
         self._on_gpu: torch.device | None = None
         self.transform = transform
-        leaves = tree_flatten((self.inputs, self.targets))[0]
-        if not all(leaf.dim() for leaf in leaves):
-            raise TaskError("Arrays: a single number is no array: give one for each sample")
-        lengths = {len(leaf) for leaf in leaves}
+        lengths = {len(leaf) for leaf in tree_flatten((self.inputs, self.targets))[0]}
         if len(lengths) != 1:
             parts = {len(data) for data in (self.inputs, self.targets) if isinstance(data, list)}
             why = " (a list of arrays is several inputs: np.stack makes one array of it)" if parts & lengths else ""
@@ -178,12 +175,7 @@ def _of_rows(data: Any) -> Any:
     leaf = data
     while isinstance(leaf, list | tuple) and leaf:
         leaf = leaf[0]
-    if not (isinstance(data, list) and isinstance(leaf, int | float)):
-        return data
-    try:
-        return np.asarray(data)
-    except ValueError:
-        raise TaskError("Arrays: the rows of a list have different lengths: pad them, or write a dataset") from None
+    return np.asarray(data) if isinstance(data, list) and isinstance(leaf, int | float) else data
 
 
 def native(data: Any) -> Any:
@@ -208,8 +200,6 @@ def as_tensor(data: Any) -> Tensor:
     """
     if hasattr(data, "iloc"):  # pandas, which need not be installed
         data = _of_frame(data)
-    if hasattr(data, "toarray") or getattr(data, "layout", torch.strided) != torch.strided:
-        raise TaskError("Arrays: a sparse matrix has no rows to gather: toarray(), or to_dense() of a tensor")
     data = native(data)
     try:
         with warnings.catch_warnings():

@@ -5,10 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import errno
 import functools
+import os
 import re
-import resource
 import signal
 import threading
 import warnings
@@ -427,15 +426,11 @@ def _explained(error: BaseException) -> BaseException:
     cause = error.__cause__ or error  # torch's own says no more than that a worker has ended
     if (full := explained(cause)) is not cause:
         return full
-    if f"exit code {errno.EMFILE}." in str(cause):
-        return DataError(
-            f"a data worker has too many open files (ulimit -n: {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}), one "
-            "for each tensor that it hands over: take loading=threads, or workers=0, or a higher limit"
-        )
     killed = _KILLED.search(str(cause)) or _KILLED.search(str(error))
     if killed is None and "exited unexpectedly" not in str(error):
         return explained(error)
-    name = killed["signal"] if killed is not None else "no signal"
+    code = re.search(r"exit code (\d+)", str(cause))
+    name = killed["signal"] if killed is not None else f"'{os.strerror(int(code[1]))}'" if code else "no signal"
     number = next((number for number in signal.Signals if signal.strsignal(number) == name), None)
     why = " (mostly by the kernel, when memory is short)" if number == signal.SIGKILL else ""
     return DataError(

@@ -87,26 +87,18 @@ def start_server_of_scripts(*libraries: str) -> None:
     _start_server("grappe.verbs.launch.recorded", *libraries)
 
 
-def _check_environment() -> None:
-    """Checks what would end or stop processes without a word.
-
-    Raises:
-        UsageError: TMPDIR is too long for the sockets of processes, or torch refuses the level of its log.
-    """
+def _check_temporary_folder() -> None:
+    """Raises UsageError where processes could not make their sockets, and would wait without a word."""
     folder = os.environ.get("TMPDIR", "")
     if len(os.fsencode(folder)) > MOST_TMPDIR and Path(folder).is_dir():
         raise errors.UsageError(
             f"TMPDIR={printable(folder)}: sockets of processes cannot have so long a name: take a folder of at most "
             f"{MOST_TMPDIR} characters, such as /tmp"
         )
-    if (level := os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")).upper() not in ("OFF", "INFO", "DETAIL"):
-        raise errors.UsageError(
-            f"TORCH_DISTRIBUTED_DEBUG={printable(level)}: torch takes OFF, INFO or DETAIL: unset it"
-        )
 
 
 def _start_server(*modules: str) -> None:
-    _check_environment()
+    _check_temporary_folder()
     _warn_of_torch()
     multiprocessing.set_forkserver_preload(["grappe.launch.server", "grappe.launch.preload"])
     os.environ[PRELOADED] = " ".join(modules)
@@ -149,7 +141,7 @@ class Launch:
                 "the task's file starts processes itself when it is loaded: put that under "
                 'if __name__ == "__main__":, or leave it out'
             )
-        _check_environment()
+        _check_temporary_folder()
         self._call, self._count, self._environment = (function, argument), processes, environment or {}
         self._folder = Path(tempfile.mkdtemp(prefix="grappe-"))
         self._signals, self._mine = signals, list[LocalProcess]()

@@ -47,7 +47,7 @@ def facts_below(source: Path, names: Iterable[str]) -> dict[str, Facts]:
 
 
 _SPLIT = re.compile(r"(train|training|val|valid|validation|dev|test|testing)(?=$|\.|[-_][0-9])", re.IGNORECASE)
-_NUMBERED = re.compile(r"(.*)([0-9]{5})-of-([0-9]{5})(.*)")
+_NUMBERED = re.compile(r"(.*)[0-9]{5}-of-([0-9]{5})(.*)")
 
 
 def splits_of(name: str) -> set[str]:
@@ -57,15 +57,12 @@ def splits_of(name: str) -> set[str]:
 
 def missing_parts(names: Iterable[str]) -> list[str]:
     """Returns the names that lack among numbered ones: a-00001-of-00002.parquet, where a-00000-of-00002 is there."""
-    numbers: dict[tuple[str, str, str], set[int]] = {}
-    for match in filter(None, map(_NUMBERED.fullmatch, names)):
-        numbers.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
-    return [
-        f"{begin}{number:05d}-of-{count}{end}"
-        for (begin, count, end), there in numbers.items()
-        for number in range(int(count) in there, int(count) + (int(count) in there))  # some count from 1
-        if number not in there
-    ]
+    there, absent = set(names), list[str]()
+    for begin, count, end in sorted({match.groups() for match in map(_NUMBERED.fullmatch, there) if match}):
+        first = f"{begin}{count}-of-{count}{end}" in there  # some count from 1
+        parts = [f"{begin}{number:05d}-of-{count}{end}" for number in range(first, int(count) + first)]
+        absent += [name for name in parts if name not in there]
+    return absent
 
 
 class OpenFile:
