@@ -121,13 +121,6 @@ def test_buffers_that_a_file_lacks_are_said(tmp_path) -> None:
     assert not take_over(nn.BatchNorm1d(2), tmp_path / "a.pt")
 
 
-def test_a_folder_of_lightnings_names_its_file(tmp_path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    torch.save(TENSORS, tmp_path / "checkpoints" / "last.ckpt")
-    with pytest.raises(RunError, match=r"no run of grappe's: name the file, as in --from .*checkpoints/last.ckpt"):
-        take_over(model(), tmp_path)
-
-
 def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path) -> None:
     torch.save({"a": torch.zeros(1 << 22)}, tmp_path / "fair.pt")
     with zipfile.ZipFile(tmp_path / "fair.pt") as fair, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:

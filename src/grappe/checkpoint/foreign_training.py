@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -29,7 +30,7 @@ from grappe.errors.foreign_text import printable
 from grappe.launch import files
 
 PREFIXES = ("module.", "model.", "_orig_mod.", "net.", "_forward_module.")
-WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+INSIDE = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # what wraps parts of a model
 SHOWN = 5
 CANDIDATES = 200  # names of a file that are compared with one of the model's: more would take long
 Shapes = Mapping[str, tuple[int, ...]]
@@ -74,10 +75,10 @@ def match(model: nn.Module, weights: Weights, ways: Iterable[Callable[[str], str
     saved, names = set(model.state_dict()), {name for name, _ in tensors}
     prefixes = wrapping(saved), wrapping(weights)
     if by_shape := ways is None:
-        inside = wrapping(map(_unwrapped, weights))
+        inside = wrapping(INSIDE.sub("", name) for name in weights)
         ways = [
             lambda name: prefixes[0] + name.removeprefix(prefixes[1]),
-            lambda name: prefixes[0] + _unwrapped(name).removeprefix(inside),
+            lambda name: prefixes[0] + INSIDE.sub("", name).removeprefix(inside),
         ]
     theirs = {name: name for name in weights}
     for way in ways:
@@ -102,11 +103,6 @@ def match(model: nn.Module, weights: Weights, ways: Iterable[Callable[[str], str
         left={source: weights.shape(source) for name, source in theirs.items() if name not in names},
         note=note,
     )
-
-
-def _unwrapped(name: str) -> str:
-    """Returns a name without what torch.compile, FSDP and activation checkpointing put into it."""
-    return functools.reduce(lambda text, wrapper: text.replace(wrapper, ""), WRAPPERS, name)
 
 
 def wrapping(names: Iterable[str]) -> str:
@@ -255,20 +251,16 @@ def state_dict_of(content: Any, file: Path) -> dict[str, Tensor]:
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     ):
-        entries = content.items() if isinstance(content, dict) else ()
-        if inner := [str(name) for name, value in entries if isinstance(value, dict) and value]:
+        entries = content if isinstance(content, dict) else {}
+        if inner := [str(name) for name, value in entries.items() if isinstance(value, dict) and value]:
             raise RunError(
                 f"--from {file}: it has several parts ({some(inner)}): save the weights of one: "
                 f"torch.save(torch.load(FILE, weights_only=True)[{printable(inner[0], 80)!r}], 'weights.pt')"
             )
-        others = (
-            f", whose {printable(str(name), 80)!r} is no tensor"
-            for name, value in entries
-            if not isinstance(value, Tensor)
+        other = next(
+            (f", whose {key!r} is no tensor" for key, value in entries.items() if type(value) is not Tensor), ""
         )
-        raise RunError(
-            f"--from {file}: there is no state dict in it, only {type(content).__name__}{next(others, '')}: {ALONE}"
-        )
+        raise RunError(f"--from {file}: there is no state dict in it, only {type(content).__name__}{other}: {ALONE}")
     for name, value in content.items():
         if (why := not_plain(value)) is not None:
             raise RunError(f"--from {file}: {name!r} is {why}: weights are plain tensors: {ALONE}")
@@ -352,10 +344,6 @@ def files_of(place: Path, where: str) -> Weights:
         return TensorFiles([file.resolve() for file in named], levels=1)
     pickled = sorted(file.name for file in place.glob("*") if file.suffix in PICKLED)
     why = f"only {pickled[0]}: name that file, to read its weights alone" if pickled else "there is neither"
-    if (place / "pytorch_model.bin.index.json").is_file():
-        why = "only shards of torch.save, each with a part: load them into the model once"
-    elif (place / "adapter_config.json").is_file():
-        why = "only an adapter of peft: put it into its model, model.merge_and_unload()"
     raise TaskError(
         f"{where}: it has to be a .safetensors file, or a folder with {SINGLE} or {INDEX}, and {why}: "
         "model.save_pretrained(FOLDER) writes it"

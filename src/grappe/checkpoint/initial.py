@@ -18,7 +18,6 @@ from grappe.checkpoint.commit import Origin, commit, write_new
 from grappe.checkpoint.foreign_training import (
     ALONE,
     NEW_LAYERS,
-    PICKLED,
     Begin,
     copy_values,
     differences,
@@ -207,9 +206,6 @@ def _weights_of(source: Path) -> tuple[Weights, str]:
     choice = choose(source / "checkpoints")
     if choice.checkpoint is None:
         why = f": {choice.passed_over[0]}" if choice.passed_over else ""
-        others = sorted(file for file in (source / "checkpoints").glob("*") if file.suffix in PICKLED)
-        if others and not (source / "run.json").is_file():
-            raise RunError(f"--from {source}: this is no run of grappe's: name the file, as in --from {others[-1]}")
         raise RunError(f"--from {source}: there is no run with a checkpoint that verifies{why}")
     return choice.checkpoint.read_model(), f"--from {source}: {choice}" if choice.passed_over else ""
 

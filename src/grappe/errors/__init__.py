@@ -120,12 +120,9 @@ def reading(file: Path | str) -> Iterator[None]:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
-POINTER = b"version https://git-lfs"
-
-
 def refuse_pointer(name: str, content: bytes) -> None:
     """Raises DataError where Git has left the pointer of a file that Git LFS has not fetched."""
-    if content.startswith(POINTER):
+    if content.startswith(b"version https://git-lfs"):
         raise DataError(f"{name} is a pointer of Git LFS, and not the file: fetch it by git lfs pull")
 
 

@@ -33,7 +33,7 @@ def start_as_python_does() -> None:
 
 def end_where_a_queue_fails() -> None:
     """Lets this process end, with the system's error number, where it cannot send what it has: others would wait."""
-    end = staticmethod(lambda error, item: os._exit(getattr(error, "errno", None) or 1))
+    end = staticmethod(lambda error, item: os._exit(getattr(error, "errno", None) or 255))
     queues.Queue._on_queue_feeder_error = end  # type: ignore[attr-defined]
 
 

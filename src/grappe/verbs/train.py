@@ -75,7 +75,8 @@ def train(
         options=options or Options(),
         watchers=checked_watchers(watchers),
     )
-    if not _in_notebook():
+    ipython = sys.modules.get("IPython")  # imported there already
+    if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):
         return Run(run_training(request).run)
 
     folder = request.run or new_folder(request.base, request.task.name)
@@ -84,11 +85,6 @@ def train(
         return Run(run_training(dataclasses.replace(request, run=folder), curves).run)
     finally:
         curves.end()
-
-
-def _in_notebook() -> bool:
-    ipython = sys.modules.get("IPython")  # imported there already
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def run_training(request: Request, meanwhile: Callable[[], None] | None = None) -> Result:

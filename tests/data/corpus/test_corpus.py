@@ -277,34 +277,8 @@ def test_what_cannot_be_a_corpus_is_one_message(tmp_path):
         Corpus(folder)
     with pytest.raises(TaskError, match=r"need dtype="):
         Corpus(corpus_folder(tmp_path / "tokens", ".bin"))
-    with pytest.raises(TaskError, match="dtype='uint17' is no type of tokens, such as uint16"):
-        Corpus(tmp_path / "tokens", dtype="uint17")
     with pytest.raises(TaskError, match="window=0"):
         Corpus(folder / "part-000.jsonl", window=0)
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (("train.jsonl", "test.jsonl"), "has the splits test, train: name one of them"),
-        (("train/a.jsonl", "validation/a.jsonl"), "has the splits train, validation"),
-        (("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"), "has the splits test, train"),
-        (("training_manual.jsonl", "test_results.jsonl", "dev.old/a.jsonl"), ""),
-        (("a-00000-of-00003.jsonl", "a-00002-of-00003.jsonl"), "lacks 1 file, such as a-00001-of-00003.jsonl"),
-        (("a-00002-of-00002.jsonl",), "lacks 1 file, such as a-00001-of-00002.jsonl"),
-        (("b/a-00001-of-00002.jsonl", "b/a-00002-of-00002.jsonl"), ""),
-    ],
-)
-def test_a_folder_is_of_one_split_and_has_all_of_its_parts(tmp_path, names, words):
-    for place, name in enumerate(names):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shards.write(tmp_path / name, range(place, place + 1))
-    if words:
-        with pytest.raises(DataError, match=words):
-            Corpus(tmp_path)
-        assert len(Corpus(str(tmp_path / "**" / "*.jsonl"))) == len(names)
-    else:
-        assert len(Corpus(tmp_path)) == len(names)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)

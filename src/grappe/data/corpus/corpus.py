@@ -70,12 +70,6 @@ class Corpus(Dataset[Any]):
     ) -> None:
         if window < 1:
             raise TaskError(f"Corpus: window={window}: it must be at least 1")
-        try:
-            of_tokens = np.dtype(dtype or "uint16").kind in ("i", "u")
-        except TypeError:
-            of_tokens = False
-        if not of_tokens:
-            raise TaskError(f"Corpus: dtype={printable(str(dtype))!r} is no type of tokens, such as uint16 or uint32")
         options = RowOptions(None if columns is None else tuple(columns), None if dtype is None else str(dtype), end)
         self._arguments: Mapping[str, Any] = {
             "columns": columns, "dtype": dtype, "end": end, "window": window, "skip_damaged": skip_damaged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from grappe.data.corpus.formats import FORMATS, Damaged, Format, RowBlock, RowOptions
 from grappe.data.shards import index as index_file
-from grappe.data.shards.open_file import Facts, facts_below, missing_parts, splits_of
+from grappe.data.shards.open_file import Facts, facts_below
 from grappe.errors import DataError, TaskError, nearest
 from grappe.errors.foreign_text import printable
 from grappe.launch.terminal import complain
@@ -108,7 +108,6 @@ def find(paths: Paths, options: RowOptions) -> ShardFiles:
                 if ending is None:
                     raise DataError(f"{printable(file)}: its ending is of no format: {', '.join(FORMATS)}")
                 chosen[file] = ending
-    _check_folders([Path(each).expanduser().absolute() for each in asked], chosen)
     if not chosen:
         raise DataError(f"{printable(asked[0])} has no file that ends in {', '.join(FORMATS)}")
     forms = {FORMATS[ending]: ending for ending in chosen.values()}
@@ -123,23 +122,6 @@ def find(paths: Paths, options: RowOptions) -> ShardFiles:
     files = sorted(chosen)
     root = files[0].parent if len(files) == 1 else Path(os.path.commonpath(files))
     return ShardFiles(root=root, names=tuple(str(file.relative_to(root)) for file in files), form=form, options=options)
-
-
-def _check_folders(folders: Iterable[Path], files: Iterable[Path]) -> None:
-    """Raises DataError where a folder has files of several splits, or lacks some that others are numbered with."""
-    for folder in filter(Path.is_dir, folders):
-        names = [str(file.relative_to(folder)) for file in files if folder in file.parents]
-        splits = sorted({split for name in names for split in splits_of(name)})
-        if len(splits) > 1:
-            raise DataError(
-                f"{printable(folder)} has the splits {', '.join(splits)}: name one of them, by its folder or by a glob "
-                f"such as '{splits[-1]}*'"
-            )
-        if absent := missing_parts(names):
-            raise DataError(
-                f"{printable(folder)} lacks {count_of(len(absent), 'file')}, such as {printable(absent[0])}: fetch "
-                "what is missing, or name the files to take, by a glob such as '*.parquet'"
-            )
 
 
 def open_index(

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from grappe.data.draw import draw_one, mix
-from grappe.errors import POINTER, TaskError
+from grappe.errors import TaskError
 
 MOST_PIXELS = 89_478_485
 """Above this Pillow warns of a decompression bomb; 268 MB of RGB."""
@@ -62,8 +62,7 @@ def header_of(data: bytes) -> ImageHeader:
     elif data.startswith(_PNG):
         header = _png(data)
     else:
-        pointer = ", a pointer of Git LFS: git lfs pull fetches the file" if data.startswith(POINTER) else ""
-        raise NoPicture(f"neither JPEG nor PNG: it begins with {data[:4].hex(' ')}{pointer}")
+        raise NoPicture(f"neither JPEG nor PNG: it begins with {data[:4].hex(' ')}")
     if header.height < 1 or header.width < 1:
         raise NoPicture(f"its header gives {header.width} x {header.height} pixels")
     if header.height * header.width > MOST_PIXELS:

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from grappe.data.shards.open_file import splits_of
 from grappe.data.shards.tar import Extent, Member, archive_in, by_sample, ending_of, members
 from grappe.errors import DataError, reading
 from grappe.errors.foreign_text import printable
@@ -26,6 +24,7 @@ Kind = Literal["folder", "archive", "shards"]
 Report = Callable[[str], None]
 """Shows progress, in a few words."""
 ENDINGS = (b".jpg", b".jpeg", b".png")
+SPLITS = frozenset(("train", "training", "val", "valid", "validation", "dev", "test", "testing"))
 THREADS = 8  # they wait for a file system
 LARGEST = (1 << 32) - 1
 ENTRY = np.dtype([("offset", "<u8"), ("size", "<u4"), ("mark", "<u4"), ("file", "<u4"), ("label", "<i4")])
@@ -168,7 +167,7 @@ def _list_folder(source: Path, report: Report) -> Index:
     classes = sorted(name for name, is_folder in folder_by_name.items() if is_folder)
     if not classes:
         raise DataError(f"{source} has no class folders: images lie in SOURCE/CLASS/NAME.jpg")
-    if len(classes) > 1 and all(map(splits_of, classes)):
+    if len(classes) > 1 and SPLITS.issuperset(map(str.lower, classes)):
         raise DataError(f"{source}: its folders are splits, and not classes ({', '.join(classes)}): name one of them")
     parts = _in_threads(lambda name, label: _class_folder(source, name, label), classes, "class folders", report)
     folders = ["", *(folder for part in parts for folder in part.folders)]
@@ -284,9 +283,6 @@ def _labels_of(file: Path, names: Sequence[bytes], numbering: Path | None) -> tu
         absent = next((stem for stem in stems if not by_stem.get(stem)), None)
         if absent is not None:
             raise DataError(f"{file} has no class for the image '{printable(absent)}'")
-        if len(distinct) < len(stems):
-            twice = Counter(stems).most_common(1)[0][0]
-            raise DataError(f"{file}: two images are named '{printable(twice)}', which one line cannot tell apart")
         words = [by_stem[stem] for stem in stems]
     if all(map(_NUMBER.fullmatch, words)):
         if numbering is None:

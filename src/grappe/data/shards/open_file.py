@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 import weakref
 from collections.abc import Iterable
@@ -44,25 +43,6 @@ def facts_below(source: Path, names: Iterable[str]) -> dict[str, Facts]:
                 f"you deleted it on purpose: grappe data index {printable(source)} --again"
             ) from None
     return facts
-
-
-_SPLIT = re.compile(r"(train|training|val|valid|validation|dev|test|testing)(?=$|\.|[-_][0-9])", re.IGNORECASE)
-_NUMBERED = re.compile(r"(.*)[0-9]{5}-of-([0-9]{5})(.*)")
-
-
-def splits_of(name: str) -> set[str]:
-    """Returns the splits that a path names: those that its parts are called by, as test-00000-of-00002.parquet is."""
-    return {match[1].lower() for part in name.split("/") if (match := _SPLIT.match(part))}
-
-
-def missing_parts(names: Iterable[str]) -> list[str]:
-    """Returns the names that lack among numbered ones: a-00001-of-00002.parquet, where a-00000-of-00002 is there."""
-    there, absent = set(names), list[str]()
-    for begin, count, end in sorted({match.groups() for match in map(_NUMBERED.fullmatch, there) if match}):
-        first = f"{begin}{count}-of-{count}{end}" in there  # some count from 1
-        parts = [f"{begin}{number:05d}-of-{count}{end}" for number in range(first, int(count) + first)]
-        absent += [name for name in parts if name not in there]
-    return absent
 
 
 class OpenFile:
