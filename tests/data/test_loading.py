@@ -17,7 +17,7 @@ from grappe.data.loader import evaluation_loader, training_loader
 from grappe.data.loading import STEPS, TURNS, WARM, Cost, Loading, Tuner, kinds_of, record, recorded, search
 from grappe.data.seeded import keyed_sample
 from grappe.data.source import ThreadedBatches
-from grappe.errors import DataError, GrappeError, PlanError, TaskError
+from grappe.errors import GrappeError, PlanError, TaskError
 from grappe.plan import Plan
 from grappe.profiling.phases import DATA, FORWARD, PHASES
 from tests.data.test_loader import world
@@ -217,19 +217,23 @@ def test_a_killed_worker_ends_the_training_with_one_message() -> None:
         list(loader.batches(0, 2))
 
 
-class Many(Ten):
-    """A sample is of more tensors than the process may have files open."""
+class Many(Pids):
+    """A sample is of many tensors, each of which is a file that is open."""
+
+    tensors = 0
 
     def __getitem__(self, index: int) -> tuple[dict[str, torch.Tensor], int]:  # type: ignore[override]
-        return {str(number): torch.ones(2) for number in range(300)}, 0
+        return {str(number): torch.ones(2) for number in range(self.tensors)}, 0
 
 
-def test_too_many_open_files_in_a_worker_end_the_training_with_one_message() -> None:
+@pytest.mark.parametrize("tensors", [60, 300])  # in the batches that it hands over, and in one
+def test_too_many_open_files_in_a_worker_end_the_training_with_one_message(tensors: int, monkeypatch) -> None:
+    monkeypatch.setattr(Many, "tensors", tensors)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     loader = training_loader(Ten(), Many(), Plan.parse("workers=1,loading=processes"), world(0, 1))
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-        with pytest.raises(DataError, match=r"was ended by 'Too many open files'.*loading=threads"):
+        with pytest.raises(GrappeError, match=r"a data worker .*loading=threads"):
             list(loader.batches(0, 2))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

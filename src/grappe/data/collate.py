@@ -145,7 +145,12 @@ FULL_MEMORY = ("No space left on device (28)", "out of shared memory")
 
 
 def explained(error: BaseException) -> BaseException:
-    """Returns an error that says what to do, if `error` comes from a full /dev/shm; else `error` itself."""
+    """Returns an error that says what to do, if `error` comes from a full /dev/shm or too many files; else `error`."""
+    if "Too many open files" in str(error) or f"exit code {errno.EMFILE}." in str(error):
+        return PlanError(
+            "a data worker has too many open files (ulimit -n), one for each tensor that it hands over: take "
+            "workers=0, or loading=threads, or a higher limit"
+        )
     full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     if not full and not any(word in str(error) for word in FULL_MEMORY):
         return error

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import dataclasses
 import functools
-import os
 import re
 import signal
 import threading
@@ -427,10 +426,9 @@ def _explained(error: BaseException) -> BaseException:
     if (full := explained(cause)) is not cause:
         return full
     killed = _KILLED.search(str(cause)) or _KILLED.search(str(error))
-    if killed is None and "exited unexpectedly" not in str(error):
+    if killed is None and "exited unexpectedly" not in str(error) and not isinstance(error, ConnectionError | EOFError):
         return explained(error)
-    code = re.search(r"exit code (\d+)", str(cause))
-    name = killed["signal"] if killed is not None else f"'{os.strerror(int(code[1]))}'" if code else "no signal"
+    name = killed["signal"] if killed is not None else "no signal"
     number = next((number for number in signal.Signals if signal.strsignal(number) == name), None)
     why = " (mostly by the kernel, when memory is short)" if number == signal.SIGKILL else ""
     return DataError(
