@@ -79,7 +79,7 @@ def mentions(reference: str, module: str) -> bool:
     """Returns whether the task's file may import `module`, judged by its text; True without a file. Imports nothing."""
     place = reference.partition(":")[0]
     file = Path(place) if place.endswith(".py") else SHIPPED / f"{place}.py"
-    text = file.read_text(errors="replace") if file.is_file() else module
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else module
     return module in text or (place.endswith(".py") and "grappe.tasks" in text)  # a class derived from a shipped task
 
 

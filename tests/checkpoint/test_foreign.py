@@ -17,7 +17,7 @@ from torch import nn
 from grappe.checkpoint.foreign_training import foreign_weights, match
 from grappe.checkpoint.initial import LEAST_SECONDS, take_over
 from grappe.checkpoint.tensor_file import Piece, write
-from grappe.errors import RunError, UsageError
+from grappe.errors import DataError, RunError, UsageError
 
 TENSORS = {"0.weight": torch.randn(2, 3), "0.bias": torch.randn(2)}
 
@@ -46,6 +46,8 @@ def under(prefix: str) -> dict[str, torch.Tensor]:
         under("_orig_mod.module."),
         {"state_dict": under("model."), "epoch": 3, "hyper_parameters": {"lr": 0.1}, "callbacks": {}},
         {"model": under("module."), "optimizer": {"state": {}}},
+        under("_fsdp_wrapped_module."),
+        {f"module.{name}".replace("0.", "0._checkpoint_wrapped_module."): TENSORS[name] for name in TENSORS},
     ],
 )
 def test_what_others_save(tmp_path, content: dict, suffix: str) -> None:
@@ -85,6 +87,8 @@ def test_a_pickle_with_code_is_refused_and_nothing_runs(tmp_path, suffix: str, w
         ({"state_dict": [torch.ones(1)]}, "no state dict"),
         ({0: torch.ones(1)}, "no state dict"),
         (torch.ones(3), "only Tensor"),
+        ({**TENSORS, "epoch": 3}, "only dict, whose 'epoch' is no tensor: save the weights alone"),
+        ({"g": TENSORS, "g_ema": TENSORS, "step": 3}, r"several parts \(g, g_ema\): save .*weights_only=True\)\['g'\]"),
     ],
 )
 def test_what_is_no_state_dict_is_said(tmp_path, content: object, words: str) -> None:
@@ -94,11 +98,27 @@ def test_what_is_no_state_dict_is_said(tmp_path, content: object, words: str) ->
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-@pytest.mark.parametrize("content", [b"", b"\x80", b"PK\x03\x04", b"\xff" * 64, bytes(64), b"{}"])
+@pytest.mark.parametrize("content", [b"", b"<html>", b"\x80", b"PK\x03\x04", b"\xff" * 64, bytes(64), b"{}"])
 def test_what_is_damaged_is_said(tmp_path, suffix: str, content: bytes) -> None:
     (tmp_path / f"a{suffix}").write_bytes(content)
     with pytest.raises(RunError, match="a" + suffix):
         foreign_weights(tmp_path / f"a{suffix}")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path, suffix: str) -> None:
+    (tmp_path / f"a{suffix}").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(DataError, match="a pointer of Git LFS, and not the file: fetch it by git lfs pull"):
+        foreign_weights(tmp_path / f"a{suffix}")
+
+
+def test_buffers_that_a_file_lacks_are_said(tmp_path) -> None:
+    source = nn.BatchNorm1d(2)
+    torch.save(dict(source.named_parameters()), tmp_path / "a.pt")
+    note = take_over(nn.BatchNorm1d(2), tmp_path / "a.pt")
+    assert note.endswith("a.pt: it lacks the buffers running_mean, running_var, which keep their initial values")
+    torch.save({name: value for name, value in source.state_dict().items() if "num" not in name}, tmp_path / "a.pt")
+    assert not take_over(nn.BatchNorm1d(2), tmp_path / "a.pt")
 
 
 def test_a_zip_bomb_is_refused_before_it_is_unpacked(tmp_path) -> None:

@@ -123,3 +123,19 @@ def test_what_torch_does_not_take_as_it_is_is_copied() -> None:
     assert Arrays(np.ma.array([1, 2], mask=[False, False]), [0, 1]).inputs.tolist() == [1, 2]
     with pytest.raises(TaskError, match=r"values that are missing: fill them, as in array.filled\(0\)"):
         Arrays(np.ma.array([1, 2], mask=[False, True]), [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ([np.ones(4)] * 6, r"different lengths: \[4, 6\] \(a list of arrays is several inputs: np.stack"),
+        (np.ones(5), r"different lengths: \[5, 6\]$"),
+    ],
+)
+def test_what_has_no_row_for_each_sample_is_named(inputs: Any, words: str) -> None:
+    with pytest.raises(TaskError, match=words):
+        Arrays(inputs, [0] * 6)
+
+
+def test_rows_may_be_tuples() -> None:
+    assert Arrays([(1.0, 2.0)] * 6, [0] * 6)[0][0].tolist() == [1, 2]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
@@ -51,6 +52,15 @@ class Triples(Task):
 def test_what_is_no_pair_gets_one_message(task: Task, sample: Any, words: str) -> None:
     with pytest.raises(TaskError, match=words):
         collated(task, [sample, sample])
+
+
+def test_arrays_that_torch_does_not_take_are_copied_and_masked_ones_are_refused() -> None:
+    values = np.arange(4, dtype="f4")
+    inputs, _ = collated(Plain(), [(values, 0), (values[::-1], 1), (values.astype(">f4"), 2)])
+    assert inputs.tolist() == [[0, 1, 2, 3], [3, 2, 1, 0], [0, 1, 2, 3]]
+    assert collated(Plain(), [(np.ma.masked_array(values), 0)] * 2)[0].tolist() == [[0, 1, 2, 3]] * 2
+    with pytest.raises(TaskError, match="a masked array has values that are missing"):
+        collated(Plain(), [(np.ma.masked_array(values), 0), (np.ma.masked_equal(values, 2), 0)])
 
 
 def test_an_error_in_collate_names_the_users_line() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Generator
@@ -214,6 +215,28 @@ def test_a_killed_worker_ends_the_training_with_one_message() -> None:
     loader = training_loader(Ten(), Killing(), Plan.parse("workers=2"), world(0, 1))
     with pytest.raises(GrappeError, match=r"a data worker was ended by SIGKILL.*workers="):
         list(loader.batches(0, 2))
+
+
+class Many(Pids):
+    """A sample is of many tensors, each of which is a file that is open."""
+
+    tensors = 0
+
+    def __getitem__(self, index: int) -> tuple[dict[str, torch.Tensor], int]:  # type: ignore[override]
+        return {str(number): torch.ones(2) for number in range(self.tensors)}, 0
+
+
+@pytest.mark.parametrize("tensors", [60, 300])  # in the batches that it hands over, and in one
+def test_too_many_open_files_in_a_worker_end_the_training_with_one_message(tensors: int, monkeypatch) -> None:
+    monkeypatch.setattr(Many, "tensors", tensors)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    loader = training_loader(Ten(), Many(), Plan.parse("workers=1,loading=processes"), world(0, 1))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        with pytest.raises(GrappeError, match=r"a data worker .*loading=threads"):
+            list(loader.batches(0, 2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_batches_of_an_evaluation_are_as_large_as_the_plan_says(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from grappe.errors import DataError, GrappeError, ProcessDied
+from grappe.errors import DataError, GrappeError, ProcessDied, UsageError
 from grappe.launch import local
 from grappe.launch.child import Report
 from grappe.launch.local import explanation, hint, lost_another
@@ -62,6 +62,14 @@ def test_todays_environment_reaches_processes_of_a_server_that_was_started_befor
     assert local.local("tests.launched:variable", "GRAPPE_TEST_VARIABLE", 1) == "new"
     monkeypatch.delenv("GRAPPE_TEST_VARIABLE")
     assert local.local("tests.launched:variable", "GRAPPE_TEST_VARIABLE", 1) is None
+
+
+def test_a_temporary_folder_that_is_too_long_for_sockets_is_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(folder := tmp_path / ("x" * 80)))
+    local._check_temporary_folder()  # it is not there: Python takes another
+    folder.mkdir()
+    with pytest.raises(UsageError, match=r"TMPDIR=.*xx: sockets of processes cannot have so long a name"):
+        local._check_temporary_folder()
 
 
 def test_works_in_a_thread() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import grappe
 from grappe.cli.exit import BUG
-from grappe.errors import ProcessDied
+from grappe.errors import ProcessDied, UsageError
 from grappe.launch import rendezvous
 from grappe.launch.rank import ProcessRank
 from grappe.training.run import Run
@@ -197,3 +197,20 @@ def test_a_process_whose_torchrun_has_ended_does_not_wait_for_it(monkeypatch: py
     process = ProcessRank(rank=0, size=2, local_size=2, launcher="torchrun")
     with pytest.raises(ProcessDied, match=f"torchrun, which serves .*:{port}, has ended"):
         rendezvous.start(process, "gloo", torch.device("cpu"), Path())
+
+
+def test_a_port_that_another_program_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+        }.items():
+            monkeypatch.setenv(name, value)
+        process = ProcessRank(rank=0, size=2, local_size=2, launcher="torchrun")
+        with pytest.raises(UsageError, match=f"MASTER_PORT={port}: another program of .* has this port"):
+            rendezvous.start(process, "gloo", torch.device("cpu"), Path())

@@ -327,6 +327,7 @@ def test_a_part_of_an_epoch_is_printed() -> None:
     assert after(0.1, 20, 40) == list(range(2, 41, 2))
     assert after(0.1, 23, 46) == [3, 5, 7, 10, 12, 14, 17, 19, 21, 23, 26, 28, 30, 33, 35, 37, 40, 42, 44, 46]
     assert after(0.1, 3, 6) == [1, 2, 3, 4, 5, 6] and after(0.5, 9, 9) == [5, 9] and after(4, 9, 9) == [4, 8]
+    assert after(1e-320, 3, 6) == [1, 2, 3, 4, 5, 6]
     assert [count_or_part(text, "") for text in ("50", "0.1", "1/10")] == [50, 0.1, 0.1]
     for wrong in (0, 1.5, -1):
         with pytest.raises(UsageError, match="a part of an epoch"):

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -24,11 +25,12 @@ from torch.optim import Optimizer
 from grappe.checkpoint.format import refuse_package
 from grappe.checkpoint.tensor_file import Piece, TensorFiles
 from grappe.checkpoint.weights import OPTIMIZER, InMemory, Weights, kind_of
-from grappe.errors import RunError, TaskError, UsageError
+from grappe.errors import RunError, TaskError, UsageError, refuse_pointer
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
 
 PREFIXES = ("module.", "model.", "_orig_mod.", "net.", "_forward_module.")
+INSIDE = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # what wraps parts of a model
 SHOWN = 5
 CANDIDATES = 200  # names of a file that are compared with one of the model's: more would take long
 Shapes = Mapping[str, tuple[int, ...]]
@@ -73,7 +75,11 @@ def match(model: nn.Module, weights: Weights, ways: Iterable[Callable[[str], str
     saved, names = set(model.state_dict()), {name for name, _ in tensors}
     prefixes = wrapping(saved), wrapping(weights)
     if by_shape := ways is None:
-        ways = [lambda name: prefixes[0] + name.removeprefix(prefixes[1])]
+        inside = wrapping(INSIDE.sub("", name) for name in weights)
+        ways = [
+            lambda name: prefixes[0] + name.removeprefix(prefixes[1]),
+            lambda name: prefixes[0] + INSIDE.sub("", name).removeprefix(inside),
+        ]
     theirs = {name: name for name in weights}
     for way in ways:
         theirs = max(theirs, {way(name): name for name in weights}, key=lambda each: len(names & each.keys()))
@@ -181,18 +187,19 @@ def foreign_weights(file: Path) -> Weights:
     refuse_package(file)
     if not file.is_file():
         raise RunError(f"--from {file}: there is no such run or file")
+    with file.open("rb") as stream:
+        head = stream.read(64)
+    refuse_pointer(f"--from {file}", head)
     if file.suffix == ".safetensors":
         weights = TensorFiles([file.resolve()], levels=1)  # the user named it: it may be a link
         if weights.has_pieces:
             raise RunError(f"--from {file}: this is only one part of a grappe checkpoint: give the run's folder")
         return weights
-    if file.suffix not in PICKLED:
-        with file.open("rb") as stream:
-            saved_by_torch = stream.read(2).startswith(MAGIC)
-        if not saved_by_torch:
-            raise RunError(
-                f"--from {file}: give a run's folder, a .safetensors file, or what torch.save wrote (.ckpt, .pt)"
-            )
+    if not head.startswith(MAGIC):
+        raise RunError(
+            f"--from {file}: give a run's folder, a .safetensors file, or what torch.save wrote (.ckpt, .pt): this one "
+            f"begins with {head[:8]!r}"
+        )
     return InMemory(state_dict_of(read_content(file), file))
 
 
@@ -215,6 +222,7 @@ def read_content(file: Path) -> Any:
         raise RunError(f"--from {file}: it needs more memory than the model's weights may: {ALONE}") from error
     except Exception as error:  # torch raises many kinds for a damaged or hostile file
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0].partition(" Please")[0]
+        reason = reason or type(error).__name__
         raise RunError(
             f"--from {file}: it contains more than weights, or is damaged: {reason[:200]}. Nothing in it was run: "
             f"{ALONE}"
@@ -243,7 +251,16 @@ def state_dict_of(content: Any, file: Path) -> dict[str, Tensor]:
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     ):
-        raise RunError(f"--from {file}: there is no state dict in it, only {type(content).__name__}")
+        entries = content if isinstance(content, dict) else {}
+        if inner := [str(name) for name, value in entries.items() if isinstance(value, dict) and value]:
+            raise RunError(
+                f"--from {file}: it has several parts ({some(inner)}): save the weights of one: "
+                f"torch.save(torch.load(FILE, weights_only=True)[{printable(inner[0], 80)!r}], 'weights.pt')"
+            )
+        other = next(
+            (f", whose {key!r} is no tensor" for key, value in entries.items() if type(value) is not Tensor), ""
+        )
+        raise RunError(f"--from {file}: there is no state dict in it, only {type(content).__name__}{other}: {ALONE}")
     for name, value in content.items():
         if (why := not_plain(value)) is not None:
             raise RunError(f"--from {file}: {name!r} is {why}: weights are plain tensors: {ALONE}")
@@ -325,7 +342,7 @@ def files_of(place: Path, where: str) -> Weights:
         named = [place / SINGLE]
     if named:
         return TensorFiles([file.resolve() for file in named], levels=1)
-    pickled = sorted(file.name for file in place.glob("*.bin"))
+    pickled = sorted(file.name for file in place.glob("*") if file.suffix in PICKLED)
     why = f"only {pickled[0]}: name that file, to read its weights alone" if pickled else "there is neither"
     raise TaskError(
         f"{where}: it has to be a .safetensors file, or a folder with {SINGLE} or {INDEX}, and {why}: "

@@ -258,7 +258,9 @@ def _copied(model: nn.Module, source: Path) -> str:
                 f"{NEW_LAYERS}"
             )
         copy_values(matched, weights, f"--from {source}")
-        return "\n".join(filter(None, (note, matched.note and f"--from {source}: {matched.note}")))
+        kept = [name for name in matched.missing if not name.endswith("num_batches_tracked")]
+        fresh = f"it lacks the buffers {some(kept)}, which keep their initial values" if kept else ""
+        return "\n".join([note] * bool(note) + [f"--from {source}: {text}" for text in (matched.note, fresh) if text])
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ def fields(context: CompletionContext) -> list[str]:
     names = [field.name for field in dataclasses.fields(Task)]
     place = str(context["task"].value or "").partition(":")[0]
     file = Path(place) if place.endswith(".py") else finder.SHIPPED / f"{place}.py"
-    module = ast.parse(file.read_text(errors="replace") if file.is_file() else "")
+    module = ast.parse(file.read_text(encoding="utf-8", errors="replace") if file.is_file() else "")
     lines = (line for cls in module.body if isinstance(cls, ast.ClassDef) for line in cls.body)
     fields = (line.target for line in lines if isinstance(line, ast.AnnAssign))
     names += [field.id for field in fields if isinstance(field, ast.Name)]

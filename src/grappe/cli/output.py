@@ -54,7 +54,7 @@ def write(file: Path | None, text: str) -> None:
         if _is_standard_output(file):
             write_text(text, end="")
         elif _is_device(file):
-            file.write_text(text)
+            file.write_text(text, encoding="utf-8")
         else:
             files.replace(file.resolve(), text.encode(errors="replace"))
     except BrokenPipeError:

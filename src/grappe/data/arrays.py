@@ -46,7 +46,9 @@ class Arrays(Dataset):
         self.transform = transform
         lengths = {len(leaf) for leaf in tree_flatten((self.inputs, self.targets))[0]}
         if len(lengths) != 1:
-            raise TaskError(f"Arrays: inputs and targets have different lengths: {sorted(lengths)}")
+            parts = {len(data) for data in (self.inputs, self.targets) if isinstance(data, list)}
+            why = " (a list of arrays is several inputs: np.stack makes one array of it)" if parts & lengths else ""
+            raise TaskError(f"Arrays: inputs and targets have different lengths: {sorted(lengths)}{why}")
         self._length = lengths.pop()
         self._plain = isinstance(self.inputs, Tensor) and isinstance(self.targets, Tensor)
 
@@ -173,9 +175,23 @@ def _pick(stored: Tensor, index: Tensor, device: torch.device | None) -> Tensor:
 def _of_rows(data: Any) -> Any:
     """Returns a list of rows, or of numbers, as one array; a list of arrays is of several inputs."""
     leaf = data
-    while isinstance(leaf, list) and leaf:
+    while isinstance(leaf, list | tuple) and leaf:
         leaf = leaf[0]
     return np.asarray(data) if isinstance(data, list) and isinstance(leaf, int | float) else data
+
+
+def native(data: Any) -> Any:
+    """Returns an array of NumPy's as torch takes it, copied where it has to be; anything else as it is.
+
+    Raises:
+        TaskError: values are masked.
+    """
+    if not isinstance(data, np.ndarray):
+        return data
+    if np.ma.is_masked(data):
+        raise TaskError("a masked array has values that are missing: fill them, as in array.filled(0)")
+    data = data if data.dtype.isnative else data.astype(data.dtype.newbyteorder("="))
+    return np.ascontiguousarray(data) if min(data.strides, default=0) < 0 else data
 
 
 def as_tensor(data: Any) -> Tensor:
@@ -186,11 +202,7 @@ def as_tensor(data: Any) -> Tensor:
     """
     if hasattr(data, "iloc"):  # pandas, which need not be installed
         data = _of_frame(data)
-    if np.ma.is_masked(data):
-        raise TaskError("Arrays: a masked array has values that are missing: fill them, as in array.filled(0)")
-    if isinstance(data, np.ndarray):  # torch takes neither another byte order nor a negative stride
-        data = data if data.dtype.isnative else data.astype(data.dtype.newbyteorder("="))
-        data = np.ascontiguousarray(data) if min(data.strides, default=0) < 0 else data
+    data = native(data)
     try:
         with warnings.catch_warnings():
             # nothing writes to a memory-mapped file that is open for reading: batches are copies

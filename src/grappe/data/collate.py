@@ -11,9 +11,11 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from grappe.data.arrays import native
 from grappe.data.seeded import seeded
 from grappe.errors import GrappeError, PlanError, TaskError
 from grappe.errors.user_code import sentence
@@ -32,9 +34,17 @@ def collated(task: Task, samples: Sequence[Any]) -> tuple[Any, Any]:
     """
     name = type(task).__name__
     key = getattr(samples, "key", None) if overrides(task, "collate") else None
+    by_itself = not overrides(task, "collate")
+    if by_itself and any(isinstance(leaf, np.ma.MaskedArray) for leaf in tree_leaves(samples[0])):
+        samples = tree_map(native, list(samples))  # torch would take what lies under the mask
     try:
         with contextlib.nullcontext() if key is None else seeded(key):
-            batch = task.collate(samples)
+            try:
+                batch = task.collate(samples)
+            except ValueError:  # an array that was flipped, or has another byte order
+                if not by_itself:
+                    raise
+                batch = task.collate(tree_map(native, list(samples)))
     except GrappeError:
         raise
     except Exception as error:
@@ -135,7 +145,12 @@ FULL_MEMORY = ("No space left on device (28)", "out of shared memory")
 
 
 def explained(error: BaseException) -> BaseException:
-    """Returns an error that says what to do, if `error` comes from a full /dev/shm; else `error` itself."""
+    """Returns an error that says what to do, if `error` comes from a full /dev/shm or too many files; else `error`."""
+    if "Too many open files" in str(error) or f"exit code {errno.EMFILE}." in str(error):
+        return PlanError(
+            "a data worker has too many open files (ulimit -n), one for each tensor that it hands over: take "
+            "workers=0, or loading=threads, or a higher limit"
+        )
     full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     if not full and not any(word in str(error) for word in FULL_MEMORY):
         return error

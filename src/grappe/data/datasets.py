@@ -141,7 +141,11 @@ def check(dataset: object, split: str, task: Task, method: str = "data") -> int:
             f"{what} gave a {kind}, whose columns do not show which part is input and which is target: "
             f"`return grappe.Arrays(frame[[…]], frame['…'])`{place}"
         )
-    if isinstance(dataset, tuple | list) and len(dataset) == 2 and all(map(_is_column, dataset)):
+    if (
+        isinstance(dataset, tuple | list)
+        and len(dataset) == 2
+        and all(getattr(column, "ndim", 0) > 0 and hasattr(column, "dtype") and len(column) != 2 for column in dataset)
+    ):
         raise TaskError(
             f"{what} gave a pair of arrays, not pairs of samples: `return grappe.Arrays(inputs, targets)`{place}"
         )
@@ -162,10 +166,6 @@ def check(dataset: object, split: str, task: Task, method: str = "data") -> int:
         where = at(type(dataset), "__len__") or place
         raise TaskError(f"{what} is empty: check the folder and the split{where}")
     return length
-
-
-def _is_column(column: Any) -> bool:
-    return getattr(column, "ndim", 0) > 0 and hasattr(column, "dtype") and len(column) != 2
 
 
 def training_order(task: Task, dataset: Dataset) -> SampleOrder:

@@ -27,6 +27,7 @@ from grappe.errors import DataError, GrappeError, PlanError, TaskError
 from grappe.launch.fork import end_with_parent, parents_garbage_spared
 from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
+from grappe.private_api.multiprocessing import end_where_a_queue_fails
 from grappe.private_api.torch import end_data_workers, tree_map
 from grappe.task import Task
 
@@ -397,6 +398,7 @@ _UNFINISHED: weakref.WeakSet[Iterator[Any]] = weakref.WeakSet()
 def begin_worker(_: int) -> None:
     """Prepares a new worker: it ends with its parent alone, not by a signal to all processes of a job."""
     end_with_parent()
+    end_where_a_queue_fails()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
@@ -424,7 +426,7 @@ def _explained(error: BaseException) -> BaseException:
     if (full := explained(cause)) is not cause:
         return full
     killed = _KILLED.search(str(cause)) or _KILLED.search(str(error))
-    if killed is None and "exited unexpectedly" not in str(error):
+    if killed is None and "exited unexpectedly" not in str(error) and not isinstance(error, ConnectionError | EOFError):
         return explained(error)
     name = killed["signal"] if killed is not None else "no signal"
     number = next((number for number in signal.Signals if signal.strsignal(number) == name), None)

@@ -125,6 +125,12 @@ def reading(file: Path | str) -> Iterator[None]:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
+def refuse_pointer(name: str, content: bytes) -> None:
+    """Raises DataError where Git has left the pointer of a file that Git LFS has not fetched."""
+    if content.startswith(b"version https://git-lfs"):
+        raise DataError(f"{name} is a pointer of Git LFS, and not the file: fetch it by git lfs pull")
+
+
 def is_of_disk(error: OSError) -> bool:
     """Returns whether the error means a full or read-only disk."""
     return error.errno in DISK_IS_FULL + DISK_IS_GONE

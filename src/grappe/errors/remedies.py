@@ -42,6 +42,8 @@ REMEDIES = {
         "Give both one shape: output.squeeze(1), or target.unsqueeze(1)",
     r"Target -?\d+ is out of bounds":
         "Classes are numbered from 0, and the model has an output for each: is its last layer wide enough?",
+    r"index out of range in self":
+        "Numbers of an embedding's rows are from 0 to num_embeddings - 1: is it as large as the vocabulary?",
     r"argument 'target' .*must be Tensor, not (?:tuple|list|str)|batch must contain tensors.*class 'str'":
         "Words cannot be learned as they are: number them in data()",
     r"argument 'input' .*must be Tensor, not NoneType":
@@ -80,6 +82,8 @@ REMEDIES = {
     r"Default process group has not been initialized|rendezvous: environment variable":
         "Leave out DistributedDataParallel and init_process_group: the plan spreads the model, as in "
         "--plan replicate=2",
+    r"'ascii' codec can't (?:de|en)code":
+        "Here names and texts of files are ASCII: set PYTHONUTF8=1, or LC_ALL=C.UTF-8, or open(file, encoding='utf-8')",
     r"No such file or directory":
         "A task's paths are relative to the folder in which grappe is started; data(split, folder) gets the folder "
         "of --data",

@@ -17,6 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 LAYERS = os.path.join("torch", "nn", "modules")  # noqa: PTH118 - a part of frames' file names
 WRAPPERS = os.path.join("grappe", "private_api")  # noqa: PTH118 - through which torch calls its own operators
+CALLED_BY_LAYERS = (os.path.join("nn", "functional.py"), os.path.join("torch", "overrides.py"))  # noqa: PTH118
 PARTS: dict[tuple[str, str], str] = {}
 """Functions of grappe's that call what a task gave, by file and name, and the words for what they call."""
 # Parts of a task that are at fault where backward fails, in which no line of the user's runs.
@@ -31,6 +32,8 @@ def method_error(task: object, method: str, what: str) -> TaskError:
 def layer_of(error: BaseException) -> str | None:
     """Names the layer of torch.nn whose forward raised the exception."""
     frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if WRAPPERS not in f.f_code.co_filename]
+    while frames and frames[-1].f_code.co_filename.endswith(CALLED_BY_LAYERS):
+        frames.pop()
     if not frames or LAYERS not in frames[-1].f_code.co_filename:
         return None
     return f"{type(frames[-1].f_locals.get('self')).__name__}.{frames[-1].f_code.co_name}()"

@@ -143,7 +143,7 @@ def worker(request: tuple[Sequence[Call], int], process: ProcessRank, rendezvous
                 del function, output, leaves, storages
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     return [max(0, _peak(events, f"kernel {number}") - size) for number, size in enumerate(kept)]
 
 

@@ -28,6 +28,7 @@ import cloudpickle
 
 from grappe import errors
 from grappe.errors.causes import limits_set
+from grappe.errors.foreign_text import printable
 from grappe.errors.remedies import OTHER_SIZES, remedy
 from grappe.errors.user_line import Line, is_users_file
 from grappe.launch import child, files
@@ -53,6 +54,7 @@ NAME = "grappe-rank-"
 REFUSED = frozenset({1, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS})
 """Exit codes of libraries that got no memory and cannot say so: libgomp's is 1; oneDNN uses the address 0."""
 LAST_LINES = 12
+MOST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")  # bytes of a socket's name
 INNERMOST = 3  # calls that are shown of a crash outside the user's own files
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 UNKNOWN = 255  # exit code
@@ -85,7 +87,18 @@ def start_server_of_scripts(*libraries: str) -> None:
     _start_server("grappe.verbs.launch.recorded", *libraries)
 
 
+def _check_temporary_folder() -> None:
+    """Raises UsageError where processes could not make their sockets, and would wait without a word."""
+    folder = os.environ.get("TMPDIR", "")
+    if len(os.fsencode(folder)) > MOST_TMPDIR and Path(folder).is_dir():
+        raise errors.UsageError(
+            f"TMPDIR={printable(folder)}: sockets of processes cannot have so long a name: take a folder of at most "
+            f"{MOST_TMPDIR} characters, such as /tmp"
+        )
+
+
 def _start_server(*modules: str) -> None:
+    _check_temporary_folder()
     _warn_of_torch()
     multiprocessing.set_forkserver_preload(["grappe.launch.server", "grappe.launch.preload"])
     os.environ[PRELOADED] = " ".join(modules)
@@ -128,6 +141,7 @@ class Launch:
                 "the task's file starts processes itself when it is loaded: put that under "
                 'if __name__ == "__main__":, or leave it out'
             )
+        _check_temporary_folder()
         self._call, self._count, self._environment = (function, argument), processes, environment or {}
         self._folder = Path(tempfile.mkdtemp(prefix="grappe-"))
         self._signals, self._mine = signals, list[LocalProcess]()

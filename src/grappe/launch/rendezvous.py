@@ -270,8 +270,13 @@ def _env_store(process: ProcessRank, timeout: timedelta) -> Store:
         ) from error
     try:
         # torchrun's agent may already serve a store at MASTER_PORT; env:// knows how to share it.
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE_SECONDS))))
+        with redirected(2):  # torch prints a stack trace of each try
+            store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE_SECONDS))))
     except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise UsageError(
+                f"MASTER_PORT={port}: another program of {host_name()} has this port: give all processes another one"
+            ) from error
         raise UsageError(
             f"process {process.rank} of {process.size} waited {PATIENCE_SECONDS:.0f} s for the others at "
             f"{host}:{port}: start WORLD_SIZE={process.size} processes at a time, each with the same MASTER_ADDR and "

@@ -99,12 +99,8 @@ def prepare_made(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world
     prepare_units(model, units, plan, world)
     prepare_filled(model, plan, world)
     if plan.precision in LOWER:
-        _in_lower_precision(model, autocast(plan.precision, world.device))
-
-
-def _in_lower_precision(model: nn.Module, precision: contextlib.AbstractContextManager[Any]) -> None:
-    """Lets a model's forward run under autocast, and give float32; loss and update stay in float32."""
-    model.forward = functools.partial(_lowered, model.forward, precision)  # a copy of the model gets its own
+        # The forward runs under autocast, and gives float32; loss and update stay in float32. A copy gets its own.
+        model.forward = functools.partial(_lowered, model.forward, autocast(plan.precision, world.device))
 
 
 def _lowered(

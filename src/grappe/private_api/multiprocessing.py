@@ -6,7 +6,7 @@ import atexit
 import multiprocessing
 import os
 import time
-from multiprocessing import forkserver
+from multiprocessing import forkserver, queues
 
 from grappe.private_api import PrivateName
 
@@ -16,6 +16,7 @@ USED = (
     PrivateName("multiprocessing.forkserver", "_forkserver", SEEN),
     PrivateName("multiprocessing.forkserver.ForkServer", "_forkserver_pid", SEEN),
     PrivateName("atexit", "_run_exitfuncs", SEEN),
+    PrivateName("multiprocessing.queues.Queue", "_on_queue_feeder_error", SEEN),
 )
 PATIENCE_SECONDS = 3.0
 
@@ -28,6 +29,12 @@ def forkserver_is_running() -> bool:
 def start_as_python_does() -> None:
     """Lets a process of the fork server start others as a program of its own would: a DataLoader forks its workers."""
     multiprocessing.set_start_method(None, force=True)
+
+
+def end_where_a_queue_fails() -> None:
+    """Lets this process end, with the system's error number, where it cannot send what it has: others would wait."""
+    end = staticmethod(lambda error, item: os._exit(getattr(error, "errno", None) or 255))
+    queues.Queue._on_queue_feeder_error = end  # type: ignore[attr-defined]
 
 
 def run_exit_functions() -> None:

@@ -230,11 +230,9 @@ def accumulate_gradient(parameter: Tensor, grad: Tensor, *, create_graph: bool =
 def leaf_names(tree: Any, *, alone: str) -> tuple[str, ...]:
     """Names the leaves of a nesting, in the order of `tree_leaves`: keys and numbers with dots between, or `alone`."""
     paths = [path for path, _ in tree_flatten_with_path(tree)[0]]
-    return tuple(".".join(_key_name(key) for key in path) or alone for path in paths)
-
-
-def _key_name(key: Any) -> str:
-    return str(next(getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind)))
+    kinds = ("key", "idx", "name")
+    names = ([str(next(getattr(key, kind) for kind in kinds if hasattr(key, kind))) for key in path] for path in paths)
+    return tuple(".".join(each) or alone for each in names)
 
 
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled

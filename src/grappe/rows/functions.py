@@ -461,14 +461,11 @@ def _turned(of_torch: Any, arguments: Any, options: Any) -> Any:
     place = value._place
     made = of_torch(local_of(value), *rest)
     # Where the rows' dimension is afterwards is asked of torch.
-    return made_view(value, made, _place_after(of_torch, value._local.shape, place, tuple(map(_hashable, rest))))
+    hashable = tuple(tuple(each) if isinstance(each, list) else each for each in rest)
+    return made_view(value, made, _place_after(of_torch, value._local.shape, place, hashable))
 
 
 _SQUEEZES = {torch.squeeze, Tensor.squeeze}
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 @functools.lru_cache(maxsize=4096)

@@ -191,12 +191,9 @@ class Exact:
     @contextlib.contextmanager
     def piece(self, index: int, step: int, seed: int) -> Iterator[None]:
         """Context of the forward and backward of this process's piece `index`, with the piece's own dropout stream."""
-        self._seed_piece(index, step, seed)
+        seed_generators(mix(seed, step, self._places[index]), self._world.device)
         with self._statistics.of_piece(index):
             yield
-
-    def _seed_piece(self, index: int, step: int, seed: int) -> None:
-        seed_generators(mix(seed, step, self._places[index]), self._world.device)
 
     def forward_ahead(self, index: int, step: int, seed: int, inputs: Any) -> Any:
         """Computes the output that piece `index` will have in its context, without recording anything."""

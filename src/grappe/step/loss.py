@@ -115,7 +115,10 @@ def checked_values(task: Task, loss: Any, rows: int, weights: LossWeights) -> Lo
                 'F.cross_entropy(output, target, reduction="none"); or write `whole_batch_loss = True` in the task, '
                 "for a mean over all samples of a batch" + at(task, "loss")
             )
-        loss_values = _for_each_row(loss_values, rows)
+        # A mean over the whole batch becomes the value of each of its rows, whose mean it is again.
+        means = {name: each if each.dim() else each.expand(rows) for name, each in loss_values.named.items()}
+        total = loss_values.values
+        loss_values = LossValues(total if total.dim() else total.expand(rows), means)
     values, named = loss_values
     shapes = {name: list(each.shape) for name, each in named.items()}
     if isinstance(weights, Mapping):
@@ -144,12 +147,6 @@ def checked_values(task: Task, loss: Any, rows: int, weights: LossWeights) -> Lo
             f"{list(values.shape)}: they must be the same{at(task, 'counts')}"
         )
     return loss_values
-
-
-def _for_each_row(means: LossValues, rows: int) -> LossValues:
-    """Returns a mean over the whole batch as the value of each of its rows, whose mean it is again."""
-    named = {name: each if each.dim() else each.expand(rows) for name, each in means.named.items()}
-    return LossValues(means.values if means.values.dim() else means.values.expand(rows), named)
 
 
 # ---- A sample's loss depends on that sample's output alone, so that a batch can be cut anywhere -------------

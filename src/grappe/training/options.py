@@ -112,6 +112,7 @@ class Options:
             return None
         if every >= 1:
             return lambda step: step % every == 0
+        every = max(every, 1 / steps_per_epoch)  # each step, if it is a smaller part
         # A part's multiples, in each epoch; 1e-9, as 1 // 0.1 is 9.
         lines = [int(step / steps_per_epoch / every + 1e-9) for step in range(steps_per_epoch + 1)]
         return lambda step: lines[(step - 1) % steps_per_epoch + 1] > lines[(step - 1) % steps_per_epoch]

@@ -342,14 +342,11 @@ class Run(Tabular):
                 reason = stream.read(4 * MOST_OF_REASON).decode(errors="replace")
             return f"failed: {printable(reason, MOST_OF_REASON)}"
         status = description.get("status", "unknown")
-        if status == "running" and not Lease(self.folder).held_by() and not self._has_just_begun():
-            return ENDED_UNEXPECTEDLY
-        return status
-
-    def _has_just_begun(self) -> bool:
-        """Returns whether run.json is new, without a lease yet: a start writes run.json before it takes the lease."""
+        if status != "running" or Lease(self.folder).held_by():
+            return status
+        # A start writes run.json before it takes the lease.
         age = time.time() - (self.folder / DESCRIPTION).stat().st_mtime
-        return files.kind(self.folder / LEASE) == "" and age < STALE_SECONDS
+        return status if files.kind(self.folder / LEASE) == "" and age < STALE_SECONDS else ENDED_UNEXPECTEDLY
 
     @staticmethod
     def is_run(folder: Path) -> bool:

@@ -275,6 +275,13 @@ def test_what_cannot_be_a_corpus_is_one_message(tmp_path):
         Corpus(folder / "part-000.jsonl", window=0)
 
 
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_pointer_of_git_lfs_is_named(tmp_path, ending):
+    (tmp_path / f"a{ending}").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(DataError, match="a pointer of Git LFS, and not the file: fetch it by git lfs pull"):
+        Corpus(tmp_path, **options(ending))
+
+
 def test_files_globs_columns_and_a_view(tmp_path):
     folder = corpus_folder(tmp_path / "corpus", ".jsonl")
     listed = Corpus([folder / "part-002.jsonl", str(folder / "*-000.jsonl")])

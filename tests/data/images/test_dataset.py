@@ -317,7 +317,7 @@ def test_labels_that_do_not_fit_are_refused(tmp_path: Path, capsys) -> None:
     with pytest.raises(DataError, match="5 lines for 6 images"):
         images()
     file.write_text("other n01440764")
-    with pytest.raises(DataError, match="no line for the image 'ILSVRC2012_val_00000001'"):
+    with pytest.raises(DataError, match="no class for the image 'ILSVRC2012_val_00000001'"):
         images()
     file.write_text("\n".join(TRUTH))
     images()
@@ -412,3 +412,32 @@ def test_other_datasets_have_the_same_classes_in_both_splits() -> None:
     refuse_differing_classes(of("ant"), object())
     with pytest.raises(DataError, match=r"the class 'cat' has number 1 in validation and is number 2 in training"):
         refuse_differing_classes(of("ant", "bee", "cat"), of("ant", "cat"))
+
+
+@pytest.mark.parametrize("names", [("0", "1", "2"), ("000", "001"), ("a", "b"), ("0", "10", "2")])
+def test_classes_that_are_named_by_numbers_say_so_where_theirs_are_others(tmp_path: Path, names, capsys) -> None:
+    source = folder(tmp_path / "train", {f"{name}/a.jpg": jpeg(part(0)) for name in names})
+    assert Images(source, VIEW).classes == names
+    assert ("order of names: '10' is number 1" in capsys.readouterr().err) == (names == ("0", "10", "2"))
+    Images(source, VIEW, classes=[*names, "more"])
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (("v.1,cat", "v.2,dog"), ""),
+        (("v.1.png,cat", "v.2,dog", "v.1,cat"), ""),
+        (("v.1,cat", "v.1,dog", "v.2,dog"), "two classes for the image 'v.1'"),
+        (("v.1,", "v.2,dog"), "no class for the image 'v.1'"),
+        (("v.2,dog",), "no class for the image 'v.1'"),
+    ],
+)
+def test_each_image_has_one_class_in_a_file_of_labels(tmp_path: Path, lines, words: str) -> None:
+    (tmp_path / "val.tar").write_bytes(tar((f"v.{number}.jpg", jpeg(part(number, 20, 60))) for number in (1, 2)))
+    (tmp_path / "labels.csv").write_text("\n".join(("id,label", *lines)))
+    if not words:
+        assert Images(tmp_path / "val.tar", VIEW, labels=tmp_path / "labels.csv").targets().tolist() == [0, 1]
+        return
+    with pytest.raises(DataError, match=words):
+        Images(tmp_path / "val.tar", VIEW, labels=tmp_path / "labels.csv")

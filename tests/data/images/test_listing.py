@@ -196,7 +196,7 @@ def test_a_replaced_picture_has_the_next_start_make_the_index_again(tmp_path: Pa
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("a.jpg,ant\nb.jpg,bee\na.jpg,bee\n", r"several classes for the image 'a'"),
+        ("a.jpg,ant\nb.jpg,bee\na.jpg,bee\n", r"two classes for the image 'a'"),
         ("a.jpg,ant\nb.jpg,bee\na.jpg,ant\n", ""),
     ],
 )

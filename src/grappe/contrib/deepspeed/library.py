@@ -57,16 +57,12 @@ def load(world: World) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # It would be compiled for a minute when communication starts, and serves inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    _know_the_processor_once()
-    return deepspeed
-
-
-def _know_the_processor_once() -> None:
-    """Caches the processor's description: py-cpuinfo needs seconds for it, and each of DeepSpeed's operators asks."""
     import cpuinfo
 
+    # It needs seconds to describe the processor, and each of DeepSpeed's operators asks.
     if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    return deepspeed
 
 
 class Communication:

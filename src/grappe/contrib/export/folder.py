@@ -115,7 +115,7 @@ def write_manifest(folder: Path, written: Iterable[str], facts: Mapping[str, Any
 
 def shipped_text(name: str) -> str:
     """Reads a file of this package that goes into exported folders, or its template."""
-    return resources.files(__package__ or __name__).joinpath(name).read_text()
+    return resources.files(__package__ or __name__).joinpath(name).read_text(encoding="utf-8")
 
 
 def readme_text(facts: Mapping[str, Any], place: str, words: Mapping[str, Any]) -> str:

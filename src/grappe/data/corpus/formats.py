@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from grappe.data.shards.open_file import Facts, OpenFile
 from grappe.data.shards.tar import Extent, Member, by_sample, members
-from grappe.errors import DataError, GrappeError, TaskError
+from grappe.errors import DataError, GrappeError, TaskError, refuse_pointer
 from grappe.errors.foreign_text import printable
 
 BLOCK_BYTES = 1 << 20
@@ -93,6 +93,7 @@ class Format(ABC):
         self.file, self.options, self.opened = file, options, OpenFile(file)
         self.facts = facts or self.opened.facts
         self.check()
+        refuse_pointer(self.opened.name, self.opened.read(64, 0))
         try:
             self.open()
         except GrappeError:

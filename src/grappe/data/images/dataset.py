@@ -66,6 +66,10 @@ class Images(Dataset[tuple[Tensor, int]]):
         self._options: dict[str, Any] = {"labels": label_files[0], "numbering": label_files[1], "classes": classes}
         self.classes = tuple(classes or self._index.classes)
         """Names of the classes, by label."""
+        others = [(name, label) for label, name in enumerate(self.classes) if name.isdecimal() and int(name) != label]
+        if others and classes is None and is_main_process():
+            name, label = others[0]
+            complain(f"grappe: {self.source}: its classes are in the order of names: '{name}' is number {label}")
         # The label of each class of the index.
         self._label_of = np.arange(len(self._index.classes))
         if classes is not None:

@@ -310,9 +310,9 @@ def _labels_of(file: Path, names: Sequence[bytes], numbering: Path | None) -> tu
     """
     # A line names the image with or without its ending.
     stems = [Path(_text(name)).stem for name in names]
-    if len({*stems}) < len(stems):
+    if len(distinct := {*stems}) < len(stems):
         raise DataError(f"{file}: several images have one name ('{_twice(stems)}'), and a line names one of them")
-    lines = _label_rows(file, set(stems))
+    lines = _label_rows(file, distinct)
     if not lines:
         raise DataError(f"{file} has no line")
     if len(lines[0]) == 1:
@@ -320,13 +320,14 @@ def _labels_of(file: Path, names: Sequence[bytes], numbering: Path | None) -> tu
             raise DataError(f"{file} has {len(lines):,} lines for {len(names):,} images")
         words = [line[0] for line in lines]
     else:
-        pairs = {(Path(line[0]).stem, line[1]) for line in lines if len(line) > 1}
-        by_stem = dict(pairs)
-        if len(by_stem) < len(pairs):
-            raise DataError(f"{file} has several classes for the image '{_twice([stem for stem, _ in pairs])}'")
-        absent = next((stem for stem in stems if stem not in by_stem), None)
+        by_stem: dict[str | None, str] = {}
+        for line in lines:
+            stem = _image_of(line[0], distinct)
+            if len(line) > 1 and by_stem.setdefault(stem, line[1]) != line[1] and stem is not None:
+                raise DataError(f"{file} has two classes for the image '{printable(stem)}'")
+        absent = next((stem for stem in stems if not by_stem.get(stem)), None)
         if absent is not None:
-            raise DataError(f"{file} has no line for the image '{printable(absent)}'")
+            raise DataError(f"{file} has no class for the image '{printable(absent)}'")
         words = [by_stem[stem] for stem in stems]
     if all(map(_NUMBER.fullmatch, words)):
         if numbering is None:
@@ -363,15 +364,21 @@ def _label_rows(file: Path, stems: Set[str]) -> list[list[str]]:
     if delimiter is None:
         return [line.split(maxsplit=1) for line in lines]
     rows = [[field.strip() for field in row] for row in csv.reader(lines, delimiter=delimiter, skipinitialspace=True)]
-    header = rows.pop(0) if not any(Path(field).stem in stems for field in rows[0]) else []
+    header = rows.pop(0) if not any(_image_of(field, stems) for field in rows[0]) else []
     if header[:2] == ["ImageId", "PredictionString"]:
         return [[row[0], row[1].partition(" ")[0]] for row in rows if len(row) > 1]
-    image = next((place for place, field in enumerate(rows[0] if rows else ()) if Path(field).stem in stems), 0)
+    image = next((place for place, field in enumerate(rows[0] if rows else ()) if _image_of(field, stems)), 0)
     others = [place for place in range(len(rows[0]) if rows else 0) if place != image]
     others = [place for place in others if header[place : place + 1] in (["label"], ["class"])] or others
     if len(others) > 1:
         raise DataError(f"{file} has several columns beside the image's name: keep that and the class")
     return [[row[image], row[others[0]]] if others and len(row) > max(image, *others) else row[:1] for row in rows]
+
+
+def _image_of(field: str, stems: Set[str]) -> str | None:
+    """Returns which image a field names, with its folders and ending or without; None: none of `stems`."""
+    base = field.rpartition("/")[2]
+    return next((stem for stem in (base, base.rpartition(".")[0]) if stem in stems), None)
 
 
 def _class_of_number(file: Path) -> dict[int, str]:
@@ -460,7 +467,7 @@ def _list_shards(source: Path, report: Report) -> Index:
     largest = max((int(part.entries["label"].max()) for part in parts if part.names), default=0)
     file = source / CLASSES
     numbers = list(map(str, range(largest + 1)))
-    classes = file.read_text(errors="replace").splitlines() if file.is_file() else numbers
+    classes = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else numbers
     if len(classes) <= largest:
         raise DataError(f"{file} has {len(classes)} classes, and a sample has the label {largest}")
     return _joined("shards", shards, classes, parts)

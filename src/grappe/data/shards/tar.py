@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 import xxhash
 
 from grappe.data.shards.open_file import OpenFile
-from grappe.errors import DataError
+from grappe.errors import DataError, refuse_pointer
 from grappe.errors.foreign_text import printable
 
 BLOCK = 512
@@ -60,6 +60,7 @@ def archive_in(file: Path) -> Extent:
         DataError: it cannot be read.
     """
     opened = OpenFile(file)
+    refuse_pointer(opened.name, opened.read(BLOCK, 0))
     return Extent(opened, opened.name, 0, opened.facts[0])
 
 

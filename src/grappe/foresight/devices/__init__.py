@@ -99,6 +99,6 @@ def kernel_seconds(device: Device, operators: Iterable[Operator], precision: str
 
 
 def _read(file: Path) -> Device:
-    content: Any = tomllib.loads(file.read_text())
+    content: Any = tomllib.loads(file.read_text(encoding="utf-8"))
     names, reported = (tuple(content.pop(key)) for key in ("names", "reported"))
     return Device(names=names, reported=reported, **content)

@@ -69,7 +69,8 @@ class Stage(nn.Module):
             value = self.source(*leaves)
         else:
             assert self.entering is not None
-            value = tree_unflatten([_straight(leaf) for leaf in leaves], self.entering)
+            value = [_Straight.apply(x) if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
+            value = tree_unflatten(value, self.entering)
         with self._precision:
             for number, unit in enumerate(self.units):
                 value = self._call(unit, value) if self.is_first and not number else unit(value)
@@ -95,10 +96,6 @@ class _Straight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0].contiguous()
-
-
-def _straight(leaf: Any) -> Any:
-    return _Straight.apply(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def prune(model: nn.Module, kept: Sequence[nn.Module], foreign: Sequence[nn.Module]) -> None:

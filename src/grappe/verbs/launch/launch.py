@@ -145,7 +145,9 @@ def launch(
     if alone:
         refuse_plan(chosen)
         run = run or new_folder(base, script.name)
-        request = dataclasses.replace(request, run=run, save_every=save_every, catches=_catches_interrupt(tree))
+        caught = (ast.dump(node.type) for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.type)
+        catches = any("KeyboardInterrupt" in each for each in caught)
+        request = dataclasses.replace(request, run=run, save_every=save_every, catches=catches)
         if Run.is_run(run):
             if Run(run).is_finished():
                 complain(f"grappe: {run} is finished: nothing to do")
@@ -186,12 +188,6 @@ def request_for_one(script: Path, arguments: Sequence[str], plan: Plan, seed: in
     if own := next((name for name in (LOOP, *ITS_OWN) if name in imported), None):
         raise UsageError(f"{script} uses {own}: give a script for one process, as it is")
     return ScriptRequest(script=script, arguments=tuple(arguments), plan=str(plan), rendezvous={}, seed=seed)
-
-
-def _catches_interrupt(tree: ast.Module) -> bool:
-    """Returns whether a script does something of its own on Ctrl-C."""
-    caught = (node.type for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.type is not None)
-    return any("KeyboardInterrupt" in ast.dump(each) for each in caught)
 
 
 def refuse_plan(plan: Plan) -> None:

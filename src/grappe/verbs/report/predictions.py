@@ -79,23 +79,22 @@ def _predicted(run: Run) -> dict[str, Any]:
         target, predicted, loss = int(targets[index]), int(classes[index]), float(losses[index])
         shown.append({**picture, "sample": index, "target": target, "predicted": predicted, "loss": loss})
     matrix = torch.bincount(targets * number + classes, minlength=number**2).reshape(number, number)
+    mistakes = matrix.clone().fill_diagonal_(0).flatten().topk(min(CONFUSIONS, matrix.numel()))
     return {
         "checkpoint": name,
         "split": split_name(task, SPLIT),
         "samples": samples,
         "right": int(matrix.trace()),
         "matrix": matrix.tolist() if number <= LARGEST_MATRIX else None,
-        "confusions": _confusions(matrix),
+        # The most frequent ones: class, prediction, samples.
+        "confusions": [
+            [*divmod(place, number), count]
+            for place, count in zip(mistakes.indices.tolist(), mistakes.values.tolist(), strict=True)
+            if count
+        ],
         "losses": histogram(losses.double().clamp_min(1e-8).log10()),
         "pictures": shown,
     }
-
-
-def _confusions(matrix: Tensor) -> list[list[int]]:
-    """Returns the most frequent confusions: class, prediction, samples."""
-    mistakes = matrix.clone().fill_diagonal_(0).flatten().topk(min(CONFUSIONS, matrix.numel()))
-    pairs = zip(mistakes.indices.tolist(), mistakes.values.tolist(), strict=True)
-    return [[*divmod(place, len(matrix)), count] for place, count in pairs if count]
 
 
 def histogram(values: Tensor, bins: int = BINS) -> dict[str, Any]:

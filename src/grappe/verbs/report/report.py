@@ -278,7 +278,7 @@ def _read_measurement(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > LARGEST_JSON:
             raise RunError(f"{file} is larger than any that grappe measure writes")
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{file} cannot be read: {error}") from error
     kind = content.get("kind") if isinstance(content, dict) else None
@@ -294,7 +294,7 @@ def html(gathered: dict[str, Any], title: str) -> str:
     """Renders the page, in the user's language. What was gathered is embedded as data, never as markup or code."""
     folder, language = Path(__file__).parent, chosen_language()
     names = ("page.html", "page.css", "plots.js", "page.js")
-    page, style, plots, code = ((folder / name).read_text() for name in names)
+    page, style, plots, code = ((folder / name).read_text(encoding="utf-8") for name in names)
     words = {} if language == "en" else _words(catalogue_of(language), page + plots + code)
     # "<" would end the element that the data is in; JSON may write it otherwise.
     data = json.dumps(_finite({**gathered, "words": words}), separators=(",", ":")).replace("<", "\\u003c")
