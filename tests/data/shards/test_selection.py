@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe.data.shards.selection import LeftOut, counts, joined, leave_out, refuse_splits, split_of
+from grappe.data.shards.selection import LeftOut, counts, joined, leave_out, refuse_gaps, refuse_splits, split_of
 from grappe.errors import DataError
 
 
@@ -29,6 +29,8 @@ def test_what_is_left_out_is_counted_by_kind_with_an_example() -> None:
         ("Validation", "validation"),
         ("test.jsonl", "test"),
         ("val_2", "val"),
+        ("test_results.jsonl", ""),
+        ("training_manual.jsonl", ""),
         ("training.1.tar", "training"),
         ("trains.tar", ""),
         ("contest.jsonl", ""),
@@ -43,3 +45,20 @@ def test_several_splits_are_refused_with_the_names() -> None:
     refuse_splits(Path("data"), ["train", "", "train"])
     with pytest.raises(DataError, match=r"data has several splits \(test, train\): name the folder"):
         refuse_splits(Path("data"), ["train", "test"])
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (("a-00000-of-00003.jsonl", "a-00002-of-00003.jsonl"), "a-00001-of-00003.jsonl"),
+        (("a-00002-of-00002.jsonl",), "a-00001-of-00002.jsonl"),
+        (("a-00000-of-99999.jsonl",), "a-00001-of-99999.jsonl"),
+        (("b/a-00001-of-00002.jsonl", "b/a-00002-of-00002.jsonl", "a-00000-of-00001.jsonl", "c.jsonl"), ""),
+    ],
+)
+def test_a_missing_part_is_named(names: tuple[str, ...], missing: str) -> None:
+    if not missing:
+        refuse_gaps(Path("data"), names)
+        return
+    with pytest.raises(DataError, match=f"data lacks {missing}: fetch it"):
+        refuse_gaps(Path("data"), names)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from grappe.data.corpus.formats import FORMATS, Damaged, Format, RowBlock, RowOptions
 from grappe.data.shards import index as index_file
 from grappe.data.shards.open_file import Facts, facts_below
-from grappe.data.shards.selection import LeftOut, leave_out, refuse_splits, split_of
+from grappe.data.shards.selection import LeftOut, leave_out, refuse_gaps, refuse_splits, split_of
 from grappe.errors import DataError, TaskError, nearest
 from grappe.errors.foreign_text import printable
 from grappe.launch.files import read_bytes
@@ -113,7 +113,9 @@ def find(paths: Paths, options: RowOptions) -> ShardFiles:
                 chosen[match] = ending
                 continue
             inside = {file: ending for file in _files_below(match, left_out) if (ending := _ending_of(file.name))}
-            refuse_splits(match, (split_of(part) for file in inside for part in file.relative_to(match).parts))
+            names = [str(file.relative_to(match)) for file in inside]
+            refuse_splits(match, (split_of(part) for name in names for part in name.split("/")))
+            refuse_gaps(match, names)
             chosen |= inside
     if not chosen:
         raise DataError(f"{printable(asked[0])} has no file that ends in {', '.join(FORMATS)}")

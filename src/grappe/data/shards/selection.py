@@ -12,7 +12,8 @@ from grappe.errors.foreign_text import printable
 LeftOut = dict[str, tuple[int, str]]
 """Files that are no data, by kind (".txt", "hidden"): their number, and the name of one of them."""
 _MOST_KINDS = 16
-_SPLIT = re.compile(r"(train|training|val|valid|validation|dev|eval|test|testing)(?=[-_.]|$)", re.IGNORECASE)
+_SPLIT = re.compile(r"(train|training|val|valid|validation|dev|eval|test|testing)(?=$|\.|[-_][0-9])", re.IGNORECASE)
+_NUMBERED = re.compile(r"(.*)[0-9]{5}-of-([0-9]{5})(.*)", re.DOTALL)
 
 
 def leave_out(left_out: LeftOut, name: str, kind: str | None = None, count: int = 1) -> None:
@@ -58,3 +59,19 @@ def refuse_splits(source: Path, splits: Iterable[str]) -> None:
             f"{printable(source)} has several splits ({', '.join(several)}): name the folder or the files of one, such "
             f"as {printable(source / several[0])} or '{several[0]}*'"
         )
+
+
+def refuse_gaps(source: Path, names: Iterable[str]) -> None:
+    """Refuses files that are numbered as parts, as a-00000-of-00002.parquet, where a part is missing.
+
+    Raises:
+        DataError: it is.
+    """
+    there = set(names)
+    for begin, count, end in sorted({match.groups() for match in map(_NUMBERED.fullmatch, there) if match}):
+        first = f"{begin}{count}-of-{count}{end}" in there  # some count from 1
+        for number in range(first, min(int(count), len(there) + 1) + first):
+            if (name := f"{begin}{number:05d}-of-{count}{end}") not in there:
+                raise DataError(
+                    f"{printable(source)} lacks {printable(name)}: fetch it, or name the files to read, as by a glob"
+                )
