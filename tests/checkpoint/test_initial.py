@@ -145,6 +145,28 @@ def test_from_what_is_no_run(tmp_path) -> None:
         build(Small(), tmp_path / "checkpoints", Begin(source=tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (".metadata", "a distributed checkpoint of torch's: python -m .*dcp_to_torch"),
+        ("latest", "DeepSpeed's checkpoint: python .*zero_to_fp32.py"),
+        ("adapter_config.json", "an adapter of peft's: .*merge_and_unload"),
+        ("pytorch_model.bin.index.json", r"several \.bin files of transformers': AutoModel"),
+        ("hparams.yaml", "a folder of Lightning's: --from a file in .*checkpoints"),
+    ],
+)
+def test_other_tools_folders_are_named_with_the_way(tmp_path: Path, name: str, words: str) -> None:
+    source = tmp_path / "given"
+    (source / "checkpoints").mkdir(parents=True)
+    (source / name).write_text("x")
+    with pytest.raises(RunError, match=f"this is {words}"):
+        build(Small(), tmp_path / "checkpoints", Begin(source=source))
+    (source / "weights.pt").write_bytes(b"x")
+    with pytest.raises(RunError) as caught:
+        build(Small(), tmp_path / "checkpoints", Begin(source=source / "weights.pt"))
+    assert ("this is" in str(caught.value)) is (name == "adapter_config.json")
+
+
 def test_an_older_checkpoint_of_a_run_is_said(tmp_path) -> None:
     task, run = Small(), tmp_path / "run/checkpoints"
     build(task, run, None)

@@ -183,25 +183,31 @@ def _save(
 
 
 def _refuse_other_checkpoints(source: Path) -> None:
-    """Raises RunError if a folder is a checkpoint of torch's or DeepSpeed's, with the command that converts it."""
-    if (source / ".metadata").is_file():
-        raise RunError(
-            f"--from {source}: this is a distributed checkpoint of torch's: python -m "
-            f"torch.distributed.checkpoint.format_utils dcp_to_torch {source} weights.pt, then --from weights.pt"
-        )
-    if (source / "latest").is_file():
-        raise RunError(
-            f"--from {source}: this is DeepSpeed's checkpoint: python {source / 'zero_to_fp32.py'} {source} FOLDER "
-            "(its own script, which it saves there), then --from the file that it writes"
-        )
+    """Raises RunError if a folder, or a file's, is another tool's, with the way to weights that are read."""
+    folder = source if source.is_dir() else source.parent
+    ways = {
+        ".metadata": f"a distributed checkpoint of torch's: python -m torch.distributed.checkpoint.format_utils "
+        f"dcp_to_torch {source} weights.pt, then --from weights.pt",
+        "latest": f"DeepSpeed's checkpoint: python {source / 'zero_to_fp32.py'} {source} FOLDER (its own script, which "
+        "it saves there), then --from the file that it writes",
+        "adapter_config.json": "an adapter of peft's: model.merge_and_unload().save_pretrained(FOLDER), then --from "
+        "FOLDER",
+        "pytorch_model.bin.index.json": "several .bin files of transformers': "
+        f"AutoModel.from_pretrained({str(source)!r}).save_pretrained(FOLDER), then --from FOLDER",
+        "hparams.yaml": f"a folder of Lightning's: --from a file in {source / 'checkpoints'}",
+    }
+    for name, way in ways.items():
+        if (folder / name).is_file() and (source == folder or name == "adapter_config.json"):
+            raise RunError(f"--from {source}: this is {way}")
 
 
 def _weights_of(source: Path) -> tuple[Weights, str]:
     """Returns the weights, and a note where an older checkpoint than the newest is taken; else ""."""
+    if not (source / "run.json").is_file():
+        _refuse_other_checkpoints(source)
     if not source.is_dir():
         return foreign_weights(source), ""
     if not (source / "checkpoints").is_dir() and not (source / "run.json").is_file():
-        _refuse_other_checkpoints(source)
         return files_of(source, f"--from {source} is no run"), ""
     choice = choose(source / "checkpoints")
     if choice.checkpoint is None:
