@@ -66,8 +66,10 @@ def announce(terminal: UserStream, task: Task, info: RunInfo, plan: Plan, notes:
     sizes = f" = {slices} x {each}" if slices > 1 or micro > 1 else ""
     if micro > 1:
         sizes = f"{sizes}, each in {micro} microbatches"
+    name, kind = short_name(info.task), type(task).__name__
+    name = name if name.replace("_", "") == kind.lower() else f"{name} ({kind})"
     say(
-        f"{short_name(info.task)} on {count_of(world.size, 'process')} ({world.device.type}, "
+        f"{name} on {count_of(world.size, 'process')} ({world.device.type}, "
         f"{count_of(world.threads, 'thread')} each), plan: {plan_name(plan)}",
         terminal,
     )
