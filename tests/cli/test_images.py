@@ -16,7 +16,7 @@ def test_the_commands_in_the_order_of_the_guide(tmp_path: Path, capsys, monkeypa
     assert run("data", "index", "train") == 0
     said = capsys.readouterr().out
     assert "26 of 3 classes" in said
-    assert "1, left out" in said
+    assert "without an ending 1 (n01440764/readme)" in said
     assert run("data", "check", "train") == 0
     said = capsys.readouterr().out
     assert "bad.JPEG: the file is empty" in said
@@ -29,7 +29,7 @@ def test_the_commands_in_the_order_of_the_guide(tmp_path: Path, capsys, monkeypa
     assert run("data", "index", "packed") == 0
     assert "24 of 3 classes" in capsys.readouterr().out
     assert run("data", "index", "train", "--again") == 0
-    assert "2, left out" in capsys.readouterr().out
+    assert "in quarantine  2, left out" in capsys.readouterr().out
 
 
 def test_an_archive_with_a_file_of_labels(tmp_path: Path, capsys) -> None:

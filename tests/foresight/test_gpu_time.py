@@ -52,7 +52,7 @@ def test_networks_count_where_they_are_needed_and_known() -> None:
     with pytest.raises(PlanError, match="8 GPUs, and a node has 4: the rate of the network between nodes is not known"):
         unknown.refuse_unknown_network(Plan(replicate=8))
     rates = {name: found.node.network_gbit for name in sites.files() if (found := sites.find(name)).node}
-    assert (rates["narval"], rates["tamia"], rates["killarney"]) == (100, 800, None)
+    assert (rates["narval"], rates["tamia"], rates["killarney"]) == (100, 800, 100)
 
 
 def test_shards_within_nodes_send_less_between_them_than_shards_over_nodes() -> None:
