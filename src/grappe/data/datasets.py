@@ -61,8 +61,11 @@ def dataset_of(task: Task, split: str, folder: Path, train: Any = None, *, fake:
 
 def refuse_differing_classes(train: Any, validation: Any) -> None:
     """Raises DataError if two splits with names of classes give a name other numbers; `Images` are numbered alike."""
-    numbers, others = (list(getattr(dataset, "classes", ())) for dataset in (train, validation))
-    if numbers == others or not (numbers and others):
+    numbers, others = (getattr(dataset, "classes", None) for dataset in (train, validation))
+    for names in (numbers, others):  # an attribute of this name may have each sample's label
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            return
+    if numbers == others or len({*numbers}) < len(numbers) or len({*others}) < len(others) or not numbers:
         return
     name = next((each for each in others if each not in numbers or numbers.index(each) != others.index(each)), None)
     if name is not None:

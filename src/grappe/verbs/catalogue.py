@@ -99,12 +99,17 @@ def gpu_list() -> Group:
 def site_facts(name: str) -> Table:
     """Lists all facts of one site; unconfirmed facts are marked."""
     table = plain_table("fact", "value", "source, if another")
-    site = sites.find(name)
+    for row in described_facts(sites.find(name)):
+        table.add_row(*row)
+    return table
+
+
+def described_facts(site: Site) -> Iterator[tuple[str, str, str]]:
+    """Yields each fact of a site as (key, value, source); the source is "" where it is the site's own."""
     for key, value in _flat("", dataclasses.asdict(site), site):
         if key.partition(".")[0] not in ("sources", "unconfirmed", "name"):
             why = _marked(site.unconfirmed, key)
-            table.add_row(key, value, f"UNCONFIRMED, {why}" if why else _marked(site.sources, key))
-    return table
+            yield key, value, f"UNCONFIRMED, {why}" if why else _marked(site.sources, key)
 
 
 def _marked(marks: Mapping[str, str], key: str) -> str:

@@ -410,6 +410,10 @@ def test_other_datasets_have_the_same_classes_in_both_splits() -> None:
     refuse_differing_classes(of("ant", "bee"), of("ant", "bee"))
     refuse_differing_classes(of("ant", "bee"), of("ant"))
     refuse_differing_classes(of("ant"), object())
+    refuse_differing_classes(of(1, 0, 2), of(2, 2, 1))  # labels of the samples, under this name
+    refuse_differing_classes(of("ant", "bee", "ant"), of("bee", "ant"))
+    tensors = (types.SimpleNamespace(classes=torch.tensor(values)) for values in ([1, 0], [0, 1]))
+    refuse_differing_classes(*tensors)
     with pytest.raises(DataError, match=r"the class 'cat' has number 1 in validation and is number 2 in training"):
         refuse_differing_classes(of("ant", "bee", "cat"), of("ant", "cat"))
 
