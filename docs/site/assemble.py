@@ -62,7 +62,6 @@ REFERENCE = ("commands/index", "plan/index", "docs/api", "docs/json", "sites/ind
 ENTRIES = {
     "en": (
         ("own-loop", "Your own script", "As it is, on several processes"),
-        ("tour", "First training", "Install, train, look, resume: five minutes"),
         ("task", "Your own task", "Model, data and loss in twenty lines"),
         ("plans", "Choose a plan", "DDP, FSDP, ZeRO, pipelines: by what you have"),
         ("slurm", "Slurm cluster", "Put one line before the command that works here"),
@@ -70,7 +69,6 @@ ENTRIES = {
     ),
     "fr": (
         ("own-loop", "Votre script", "Tel quel, sur plusieurs processus"),
-        ("tour", "Premier entraînement", "Installer, entraîner, regarder, reprendre : cinq minutes"),
         ("task", "Votre tâche", "Modèle, données et perte en vingt lignes"),
         ("plans", "Choisir un plan", "DDP, FSDP, ZeRO, pipelines : selon ce que vous avez"),
         ("slurm", "Grappe Slurm", "Une ligne devant la commande qui fonctionne ici"),
