@@ -61,11 +61,8 @@ def dataset_of(task: Task, split: str, folder: Path, train: Any = None, *, fake:
 
 def refuse_differing_classes(train: Any, validation: Any) -> None:
     """Raises DataError if two splits with names of classes give a name other numbers; `Images` are numbered alike."""
-    numbers, others = (getattr(dataset, "classes", None) for dataset in (train, validation))
-    for names in (numbers, others):  # an attribute of this name may have each sample's label
-        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-            return
-    if numbers == others or len({*numbers}) < len(numbers) or len({*others}) < len(others) or not numbers:
+    numbers, others = _class_names(train), _class_names(validation)
+    if numbers == others or not (numbers and others):
         return
     name = next((each for each in others if each not in numbers or numbers.index(each) != others.index(each)), None)
     if name is not None:
@@ -74,6 +71,13 @@ def refuse_differing_classes(train: Any, validation: Any) -> None:
             f"the class {printable(name)!r} has number {others.index(name)} in validation and {there}: give both "
             "splits the classes of training, in its order"
         )
+
+
+def _class_names(dataset: Any) -> list[str]:
+    """Returns the names of a dataset's classes by number; [] where `classes` has something else, as each sample's."""
+    names = getattr(dataset, "classes", None)
+    is_list = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    return list(names) if is_list and len({*names}) == len(names) else []
 
 
 def refuse_differing_lengths(world: World, lengths: Mapping[str, int]) -> None:
