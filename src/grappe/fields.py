@@ -80,10 +80,7 @@ def parse(cls: type, texts: Mapping[str, str], what: str) -> dict[str, Any]:
     for name, text in texts.items():
         field = field_name(name, types_by_name)
         if field not in types_by_name:
-            is_of_task = what == "plan" and name in ("batch", "batch_size", "epochs", "lr", "seed")
-            of_task = "it is a field of the task, outside of --plan: batch_size=…, epochs=…, lr=…"
-            hint = of_task if is_of_task else nearest(name, map(typed_name, types_by_name))
-            raise UsageError(f"{what} has no '{name}': {hint}")
+            raise UsageError(f"{what} has no '{name}': {nearest(name, map(typed_name, types_by_name))}")
         try:
             values[field] = convert(types_by_name[field], text)
         except ValueError as error:

@@ -342,6 +342,10 @@ NO_KEYS = {
         "weights of 8 bits are for a trained model, by grappe export RUN --out FOLDER --weights int8, and of 4 bits "
         "not there; train with precision=bf16 or fp16",
     ),
+    **dict.fromkeys(
+        ("batch", "batch_size", "epochs", "lr", "seed"),
+        "this is a field of the task, outside of --plan: batch_size=…, epochs=…, lr=…",
+    ),
     "interop": "threads=N are those within an operator; for those between operators, which torch.jit.fork starts, "
     "write torch.set_num_interop_threads(N) at the top of the task's file",
     "offload=nvme:local_scratch": "that is a folder of this name where grappe starts; for the node's own disk write "

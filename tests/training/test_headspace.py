@@ -12,7 +12,7 @@ from tests.data.test_loader import world
 
 
 def times(seconds: float = 100.0) -> StepTimes:
-    """A training of so many seconds after its start."""
+    """Makes a training that takes `seconds` after its start."""
     totals = dict.fromkeys(PHASES, 0.0) | {"forward": seconds, "start": 40.0}
     return timing("host", [], list(totals.values()))
 

@@ -88,7 +88,7 @@ def start_server_of_scripts(*libraries: str) -> None:
 
 
 def _check_temporary_folder() -> None:
-    """Raises UsageError where processes could not make their sockets, and would wait without a word."""
+    """Raises UsageError if TMPDIR is too long for the names of sockets: processes would hang without a message."""
     folder = os.environ.get("TMPDIR", "")
     if len(os.fsencode(folder)) > MOST_TMPDIR and Path(folder).is_dir():
         raise errors.UsageError(

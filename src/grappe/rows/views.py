@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grappe.rows.gathered import REAL
 from grappe.rows.layout import GHOST, PARTIAL, Placement
@@ -40,7 +41,7 @@ def _viewed(call: RuleCall, placement: Placement) -> Any:
     if "dtype" in call.values:
         return (placement, {}) if placement.dim < len(call.first.shape) - 1 else None
     made = reshaped(call.first.local_shape, tuple(call["size"]), placement)
-    return None if made is None else (made[0], {"size": made[1]}, lambda local, size, *_: local.view(size))
+    return None if made is None else (made[0], {"size": made[1]}, _by_size)
 
 
 def reshaped(local_shape: Any, size: tuple[int, ...], placement: Placement) -> tuple[Placement, list[int]] | None:
@@ -79,6 +80,10 @@ def _reshaped(local_shape: Any, size: tuple[int, ...], placement: Placement) -> 
     return None
 
 
+def _by_size(local: Tensor, size: Any, *_: Any) -> Tensor:
+    return local.view(size)
+
+
 def _swapped(call: RuleCall, placement: Placement) -> Any:
     count = len(call.first.shape)
     a, b = (call["dim0"], call["dim1"]) if "dim0" in call.values else (0, 1)
@@ -86,6 +91,16 @@ def _swapped(call: RuleCall, placement: Placement) -> Any:
         return placement, {}
     a, b = a % count, b % count
     return placement._replace(dim={a: b, b: a}.get(placement.dim, placement.dim)), {}
+
+
+def _permuted(call: RuleCall, placement: Placement) -> Any:
+    count = len(call.first.shape)
+    return placement._replace(dim=[dim % count for dim in call["dims"]].index(placement.dim)), {}
+
+
+def _unsqueezed(call: RuleCall, placement: Placement) -> Any:
+    dim = call["dim"] % (len(call.first.shape) + 1)
+    return placement._replace(dim=placement.dim + (dim <= placement.dim)), {}
 
 
 def _expanded(call: RuleCall, placement: Placement) -> Any:
@@ -152,6 +167,10 @@ def _off_diagonal(call: RuleCall, placement: Placement) -> Any:
     return placement._replace(dim=placement.dim - sum(dim < placement.dim for dim in dims)), {}
 
 
+def _other_dimension(call: RuleCall, placement: Placement) -> Any:
+    return None if call["dimension"] % len(call.first.shape) == placement.dim else (placement, {})
+
+
 def _kept(call: RuleCall, placement: Placement) -> Any:
     return placement, {}
 
@@ -163,14 +182,8 @@ def _as_real(call: RuleCall, placement: Placement) -> Any:
 for _names, _decide in {
     "view _unsafe_view": _viewed,
     "transpose t": _swapped,
-    "permute": lambda call, placement: (
-        placement._replace(dim=[dim % len(call.first.shape) for dim in call["dims"]].index(placement.dim)),
-        {},
-    ),
-    "unsqueeze": lambda call, placement: (
-        placement._replace(dim=placement.dim + (call["dim"] % (len(call.first.shape) + 1) <= placement.dim)),
-        {},
-    ),
+    "permute": _permuted,
+    "unsqueeze": _unsqueezed,
     "expand": _expanded,
     "squeeze": _squeezed,
     "slice": _sliced,
@@ -178,9 +191,7 @@ for _names, _decide in {
     "split split_with_sizes unsafe_split unsafe_split_with_sizes": _parted,
     "unbind": _selected,
     "diagonal": _off_diagonal,
-    "unfold": lambda call, placement: (
-        None if call["dimension"] % len(call.first.shape) == placement.dim else (placement, {})
-    ),
+    "unfold": _other_dimension,
     "_conj view_as_complex": _kept,
     "view_as_real": _as_real,
 }.items():

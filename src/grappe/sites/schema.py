@@ -61,7 +61,7 @@ class Node:
     """Gb/s of all of the node's network adapters together, in one direction; None: unknown."""
 
     def cores_of(self, gpus: int) -> int:
-        """Returns the cores that a job with so many of the node's GPUs has."""
+        """Returns the number of cores of a job that has `gpus` of the node's GPUs."""
         return self.cores if gpus == self.gpus else gpus * (self.cores_per_gpu or self.cores // self.gpus)
 
 

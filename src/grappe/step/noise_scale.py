@@ -24,7 +24,7 @@ from grappe.step.closure import needs_closure
 from grappe.task import Task
 
 KEPT = 0.5
-"""Weight of the sums before an evaluation after it: the scale changes as a training goes on."""
+"""Factor of the sums at each evaluation: older steps count less, as the scale changes during a training."""
 
 
 class Noise(NamedTuple):

@@ -59,7 +59,7 @@ class Options:
     print_every: CountOrPart | None = None
     """Steps, or the part of an epoch (0.1), between lines of training loss and metrics. Default: each evaluation."""
     log: Names = ()
-    """Loggers besides the run's curves: tensorboard, wandb (offline), mlflow."""
+    """Loggers, in addition to the run's curves: tensorboard, wandb (offline), mlflow."""
     tag: Names = ()
     """Tags of the run, which grappe runs --tag selects: baseline,ablation."""
     note: str = ""

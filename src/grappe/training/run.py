@@ -57,9 +57,8 @@ PARTS = (
     "tensorboard",
     "wandb",
     "mlflow",
-    "trackio",
 )
-"""Files that a training appends to in a run's folder, and folders."""
+"""Folders of a run, and the files in it that a training appends to."""
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("task", "class", "plan", "data", "dataset", "sampling", "source", "device"), str),
     **dict.fromkeys(("processor", "host", "started", "status", "id", "name", "note", "script"), str),

@@ -35,7 +35,7 @@ from grappe.verbs.submit.submit import submit
 from grappe.words import first_line
 
 OF_THE_MACHINE = (RunError, DataError)
-"""Errors of the machine, not of a trial's fields: the study stops, and goes on from there when it is started again."""
+"""Errors of the machine, not of a trial's fields: the study stops, and resumes when you start it again."""
 KILLED = "it was killed (by SIGKILL, as the system does when memory runs out)"
 LONGEST_REASON = 300
 
@@ -176,7 +176,7 @@ SIGNALLED = 128
 RETRYABLE = re.compile("maxsubmit|maximum number of jobs|contact slurm controller|timed out|temporarily|try again")
 """Words of sbatch when it takes no job now, and may take one later."""
 ENDED_STATES = ("COMPLETING", *slurm.ENDED)
-"""States of jobs in the queue that train nothing any more; one that requeues itself comes back from the first."""
+"""States of jobs in the queue that no longer train; a job that requeues itself leaves the first state for the queue."""
 
 
 class SlurmTrainings:

@@ -304,7 +304,7 @@ def _in_order(row: dict[str, Any], columns: Sequence[str], place: str) -> list[A
 
 
 def _csv_reader(task: Task, columns: Sequence[str]) -> ReadLine:
-    """Returns what reads the lines of a CSV file, of which the first names its columns; it may have others besides.
+    """Returns a reader of a CSV file whose first line names its columns; the task need not read all of them.
 
     Raises:
         DataError: the task's data name no columns.

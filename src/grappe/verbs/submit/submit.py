@@ -36,7 +36,7 @@ SCRIPT_FILE = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
 BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
 OWN_OPTIONS = ("--run", "--runs", "--data", "--plan")  # of train: the script sets them again
 SHORTEST = 300
-"""Seconds of a job that saves and goes on, below which `submit` warns: a start takes a minute or two."""
+"""Time limit in seconds below which `submit` warns about a resumable job: a start takes a minute or two."""
 SAVE_ON_SIGNALS = ("grappe", "signal")  # imports of a script that saves on a signal
 
 
