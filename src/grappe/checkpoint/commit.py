@@ -50,17 +50,13 @@ def commit(temporary: Path, folder: Path, fingerprints: Mapping[str, Fingerprint
         if verify(folder, origin.run) is None:  # the same step, saved before
             files.remove_tree(temporary, files.IN_PART)
             return
-        _make_way(folder)
+        # A damaged checkpoint makes way, as a rename replaces empty folders only; files of others stay.
+        if files.kind(folder) == "folder" and not strangers(folder):
+            files.remove_tree(folder, files.IN_PART)
+        else:
+            files.rename(folder, folder.with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}"), files.IN_PART)
     files.rename(temporary, folder, files.IN_PART)
     files.flush(folder.parent, files.IN_RUN)
-
-
-def _make_way(folder: Path) -> None:
-    """Removes a damaged checkpoint, as a rename replaces empty folders only; files that grappe did not make stay."""
-    if files.kind(folder) == "folder" and not strangers(folder):
-        files.remove_tree(folder, files.IN_PART)
-    else:
-        files.rename(folder, folder.with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}"), files.IN_PART)
 
 
 def strangers(folder: Path) -> list[str]:

@@ -130,7 +130,7 @@ class Units:
         """Recomputes units in the order of seconds a byte, as few as fit; recomputing everything does.
 
         How many is found by bisection, as each choice is traced; for each process of a pipeline by its own steps,
-        which are to take at most `limit` bytes.
+        which are to take at most `limit` bytes. The last of them may do with a level that takes less time.
         """
         levels, copies = [""] * self.number, NCCL if self._gpu else GLOO_LATE
 
@@ -141,12 +141,17 @@ class Units:
             return pipeline.steps(copies)[place] <= limit
 
         for place, order in enumerate(self._orders):
-            choices = [[*levels]]
-            for unit, level in self._moves({stage for _, stage, _ in order}):
-                levels[unit] = level
-                choices.append([*levels])
+            moves, choices = self._moves({stage for _, stage, _ in order}), [levels]
+            for unit, level in moves:
+                choices.append([*choices[-1][:unit], level, *choices[-1][unit + 1 :]])
             fewest = bisect.bisect_left(choices, True, key=functools.partial(enough, place=place))
-            levels = choices[min(fewest, len(choices) - 1)]
+            levels = choices[min(fewest, len(moves))]
+            if 0 < fewest <= len(moves):
+                last, _ = moves[fewest - 1]
+                for level in sorted(self.levels, key=lambda level: self._costs[level][last]):
+                    levels[last] = level
+                    if enough(levels, place):
+                        break
         if fits(choice := self.choice(levels)):
             return choice
         uniform = (self.choice([level] * self.number) for level in self.levels)

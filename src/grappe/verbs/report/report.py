@@ -90,9 +90,10 @@ def gather(
         RunError: one of `places` is neither.
     """
     runs, measurements, searches, studies = list[Run](), [], [], []
+    with_studies = [extensions.module(name, "report") for name in extensions.having("report")]
     for place in places:
-        if study := _study_in(place):
-            studies.append(study)
+        if makers := [part for part in with_studies if files.kind(place / part.FILE) == "file"]:
+            studies.append(makers[0].gather_study(place))
         elif place.is_file() and place.suffix == ".json":
             content = _read_measurement(place)
             (searches if content["kind"] == "lr-find" else measurements).append(content)
@@ -117,12 +118,6 @@ def gather(
         "results": results, "runs": gathered, "measurements": measurements, "learning_rates": searches,
         "studies": studies, "code": _changed_code(runs),
     }  # fmt: skip
-
-
-def _study_in(place: Path) -> dict[str, Any] | None:
-    """Gathers the study in a folder, by the extension that makes such folders; None: it is none's."""
-    parts = [extensions.module(name, "report") for name in extensions.having("report")]
-    return next((part.gather_study(place) for part in parts if files.kind(place / part.FILE) == "file"), None)
 
 
 def _changed_code(runs: Sequence[Run]) -> list[dict[str, Any]]:
