@@ -30,7 +30,7 @@ def test_a_time_limit_saves_exits_75_and_the_run_goes_on(train, tmp_path: Path) 
     step = int(stopped[1])
     assert Run(tmp_path / "run").latest().step == step > 0
     resume = out.splitlines()[-1].split()
-    assert resume[:3] == ["resume:", "grappe", "train"] and "--run" in resume
+    assert resume[:3] == ["next", "grappe", "train"] and "--run" in resume
     code, out, err = train("--steps", str(step + 3))
     assert code == 0, err
     assert f"resuming from step {step}\n" in out

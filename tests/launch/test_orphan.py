@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -214,3 +215,17 @@ def test_a_port_that_another_program_has_is_named(monkeypatch: pytest.MonkeyPatc
         process = ProcessRank(rank=0, size=2, local_size=2, launcher="torchrun")
         with pytest.raises(UsageError, match=f"MASTER_PORT={port}: another program of .* has this port"):
             rendezvous.start(process, "gloo", torch.device("cpu"), Path())
+
+
+def test_a_process_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": place[10:], "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "TOLD_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "PATIENCE", timedelta(seconds=1))
+    process = ProcessRank(rank=1, size=2, local_size=1, launcher="torchrun")
+    with pytest.raises(UsageError, match=f"process 1 of 2 waited 120 s for the others at {place}: start WORLD_SIZE=2"):
+        rendezvous.start(process, "gloo", torch.device("cpu"), Path())
+    assert capfd.readouterr().err == f"grappe: process 1 of 2 waits for the others at {place}\n"

@@ -1,4 +1,7 @@
-"""Without torch._dynamo torch's optimizers do the same to the bit, and once it is loaded they are torch's own again."""
+"""Without torch._dynamo torch's optimizers do the same to the bit, and once it is loaded they are torch's own again.
+
+Nor is DTensor loaded by what one process imports.
+"""
 
 import subprocess
 import sys
@@ -10,6 +13,7 @@ from grappe.private_api import torch_dynamo
 
 SCRIPT = """
 import hashlib, sys, torch
+with_torch = set(sys.modules)
 from torch import nn
 from torch.optim import SGD, AdamW, RMSprop, lr_scheduler
 
@@ -36,9 +40,13 @@ def all_learned():
 
 from grappe.private_api import torch_dynamo
 torch_dynamo.leave_unloaded()
+import grappe.engines.native, grappe.tasks.digits, grappe.training.worker
+from grappe.private_api.torch import give_own_memory
+give_own_memory(nn.Linear(1, 1, device="meta"), torch.device("cpu"))
+# More than a second, which a training on one process has no use for.
+assert not {"torch.distributed.tensor", "sympy"} & (set(sys.modules) - with_torch)
 import torch.distributed.tensor.parallel
 loaded_by_torch = "torch._dynamo" in sys.modules  # so does torch 2.8
-import grappe.training.worker
 from grappe.engines.shared.watched_forward import InPlaceWrites
 without = all_learned()
 with InPlaceWrites(nn.Linear(1, 1), print):

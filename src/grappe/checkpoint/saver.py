@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from grappe.checkpoint import tensor_file
 from grappe.checkpoint.commit import Fingerprint, Origin, commit, read_json, strangers, write_json, write_new
@@ -28,7 +27,7 @@ from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.launch.terminal import complain
 from grappe.launch.world import World
-from grappe.private_api.torch import local_shape_and_offset
+from grappe.private_api.torch import is_dtensor, local_shape_and_offset
 from grappe.profiling import memory
 from grappe.words import host_name
 
@@ -395,7 +394,7 @@ def next_writer(loads: list[int], size: int) -> int:
 def _copies(tensor: Tensor, world: World) -> tuple[int, int]:
     """Returns the number of processes that hold the same part of the tensor, and this process's number among them."""
     split = {"pipeline"}  # no two stages hold the same tensor
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         names = tensor.device_mesh.mesh_dim_names or ()
         split |= {n for n, placed in zip(names, tensor.placements, strict=True) if not placed.is_replicate()}
     copies, index = 1, 0
@@ -406,7 +405,7 @@ def _copies(tensor: Tensor, world: World) -> tuple[int, int]:
 
 
 def _piece(name: str, tensor: Tensor) -> Piece | None:
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return Piece.complete(name, tensor)
     local = tensor.to_local().detach()
     if local.numel() == 0:

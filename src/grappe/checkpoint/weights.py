@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from grappe.private_api.torch import local_shape_and_offset
+from grappe.private_api.torch import is_dtensor, local_shape_and_offset
 
 MODEL = "model."
 """`model.NAME`: a parameter, whole or in pieces that several processes wrote."""
@@ -123,7 +122,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def read_into(target: Tensor, weights: Weights, name: str) -> None:
     """Copies the tensor `name` into `target`; of a sharded `target`, this process's part."""
-    if not isinstance(target, DTensor):
+    if not is_dtensor(target):
         target.copy_(weights.read(name))
         return
     shape, offset = local_shape_and_offset(target)
@@ -150,11 +149,11 @@ def gathered(tensor: Tensor) -> Tensor:
 
     gloo gathers a DTensor's parts from the host's memory alone: of parts on a GPU torch 2.11 ended by SIGSEGV.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor
     group = tensor.device_mesh.get_group(0)
     if tensor.device.type == "cuda" and "cuda:nccl" not in dist.get_backend_config(group):
-        on_host = cast("DTensor", tensor.cpu())
+        on_host: Any = tensor.cpu()
         return on_host.full_tensor().to(tensor.device)
     return tensor.full_tensor()
 

@@ -85,6 +85,7 @@ def train(
     from grappe.training.task_reference import TaskReference
     from grappe.verbs import train as verb
 
+    typed = ["grappe", *(text for text in sys.argv[1:] if text != "--debug"), *(["--run"] if run is None else [])]
     request = Request(
         task=TaskReference.of(task, texts),
         plan=as_plan(plan),
@@ -97,6 +98,8 @@ def train(
         epochs_done=epochs_done,
         options=options,
         watchers=checked_watchers(callback or ()),
+        # A job's script and torchrun's user know their own command.
+        typed=() if rank_from_environment() is not None else tuple(typed),
     )
     if smoke:
         show(verb.smoke(request))
@@ -105,11 +108,6 @@ def train(
         result = verb.run_training(request)
         if result.status == "finished before":
             show(f"{result.run} is finished (step {result.step}): nothing to do; --from {result.run} trains on from it")
-        # A job's script and torchrun's user know their own command.
-        if result.status == "interrupted" and rank_from_environment() is None:
-            typed = [text for text in sys.argv[1:] if text != "--debug"]
-            resumed = typed if run is not None else [*typed, "--run", str(result.run)]
-            write(f"resume: {shlex.join(['grappe', *resumed])}")  # in one piece, to be copied
     if json:
         from grappe.verbs.runs import facts
 

@@ -36,7 +36,6 @@ from grappe.parallel.activation_checkpointing import Host, checkpoint_activation
 from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import give_memory, on_meta
 from grappe.parallel.pipeline.cut import Cut, check_without_values, pipeline_units
-from grappe.parallel.tensor import split_tensors
 from grappe.parallel.units import blocks_of, units_of
 from grappe.plan import Plan
 from grappe.private_api.torch import fake_store, fake_tensors, forget_meshes, tree_map
@@ -425,6 +424,8 @@ class FakeModel:
                 return run(self._split(plan, world), world)
 
     def _split(self, plan: Plan, world: World) -> nn.Module:
+        from grappe.parallel.tensor import split_tensors
+
         model = on_meta(self.task, stored_in(self._plain))
         split_tensors(model, self.task, plan, world)
         with self.mode:

@@ -16,7 +16,6 @@ from grappe.launch.rank import ProcessRank
 from grappe.launch.world import own_cores
 from grappe.parallel.pipeline.cut import Cut, cut_into_stages, pipeline_units
 from grappe.parallel.pipeline.rules import stages_each
-from grappe.parallel.tensor import tensor_styles
 from grappe.plan import Plan
 from grappe.step.precision import LOWER
 
@@ -162,6 +161,8 @@ def tensor_parts(fake_model: FakeModel, plan: Plan) -> list[dict[str, tuple[int,
     """
     if plan.tensor == 1:
         return [{}]
+    from grappe.parallel.tensor import tensor_styles
+
     styles = tensor_styles(fake_model.plain, fake_model.task, plan)
     parts: list[dict[str, tuple[int, ...]]] = []
     for rank in (0, plan.tensor - 1):

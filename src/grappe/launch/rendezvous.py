@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from grappe.errors import ProcessDied, RunError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
-from grappe.launch.terminal import redirected
+from grappe.launch.terminal import complain, redirected
 from grappe.words import first_line, host_name
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from grappe.launch.rank import ProcessRank
 
 
-PATIENCE = timedelta(seconds=120)
+PATIENCE_SECONDS = 120.0  # the nodes of a job may start far apart
+PATIENCE = timedelta(seconds=PATIENCE_SECONDS)
+TOLD_SECONDS = 10.0  # after which a process says for whom it waits
 KEY = "grappe/secret"  # key of the store: the name of the file with the secret
 BYTES = hashlib.sha256().digest_size
 
@@ -54,7 +56,7 @@ def shared_secret(process: ProcessRank, store: Store, folder: Path) -> str:
     else:
         name = store.get(KEY).decode(errors="replace")
         secret = ""
-        deadline = time.monotonic() + PATIENCE.total_seconds()
+        deadline = time.monotonic() + PATIENCE_SECONDS
         if name.startswith(".secret-") and Path(name).name == name:
             while time.monotonic() < deadline:  # a network's file system may show it late
                 with contextlib.suppress(OSError, RunError):
@@ -120,7 +122,6 @@ def _finished(process: ProcessRank, work: object) -> None:
 
 
 TIMEOUT = timedelta(minutes=30)
-PATIENCE_SECONDS = 120.0  # the nodes of a job may start far apart
 GRACE_SECONDS = 3.0
 THREADS = 8  # three of gloo's first group, two of each further one
 SERVING_SECONDS = 1.0
@@ -270,8 +271,20 @@ def _env_store(process: ProcessRank, timeout: timedelta) -> Store:
         ) from error
     try:
         # torchrun's agent may already serve a store at MASTER_PORT; env:// knows how to share it.
-        with redirected(2):  # torch prints a stack trace of each try
-            store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE_SECONDS))))
+        with os.fdopen(os.dup(2), "w") as errors, redirected(2):  # torch prints a stack trace of each try
+
+            def told() -> None:
+                complain(
+                    f"grappe: process {process.rank} of {process.size} waits for the others at {host}:{port}", errors
+                )
+
+            waits = threading.Timer(TOLD_SECONDS, told)
+            waits.start()
+            try:
+                store, _, _ = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
+            finally:
+                waits.cancel()
+                waits.join()
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise UsageError(

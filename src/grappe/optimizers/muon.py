@@ -9,12 +9,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from grappe.checkpoint.weights import gathered
 from grappe.errors import TaskError
 from grappe.optimizers.common import GroupOptimizer, adam_direction, check, check_below_one, local_gradient
-from grappe.private_api.torch import local_shape_and_offset
+from grappe.private_api.torch import is_dtensor, local_shape_and_offset
 from grappe.step.clip import local_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -129,8 +128,10 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 
 def _gathered(part: Tensor, parameter: nn.Parameter) -> Tensor:
     """Returns the whole tensor from this process's `part`, sharded as `parameter` is. Collective where sharded."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return part
+    from torch.distributed.tensor import DTensor
+
     mesh, placed = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
     return gathered(DTensor.from_local(part, mesh, placed, run_check=False, shape=shape, stride=stride))
@@ -138,7 +139,7 @@ def _gathered(part: Tensor, parameter: nn.Parameter) -> Tensor:
 
 def _part(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
     """Returns this process's part of a tensor, sharded as `parameter` is."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return tensor
     shape, offset = local_shape_and_offset(parameter)
     return tensor[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from grappe.private_api.torch import is_traced, tree_leaves
+from grappe.private_api.torch import is_dtensor, is_traced, tree_leaves
 
 OF_MODULES = frozenset(vars(nn.Module()))
 OF_LIBRARIES = ("ds_", "_external_params", "_fsdp", "_compiled_call_impl", "forward", "grappe_")
@@ -57,7 +56,8 @@ def _attributes_in(homes: Mapping[str, Mapping[str, Any]]) -> Attributes:
 
 def is_state(leaf: Any) -> bool:
     """Returns whether a leaf is a tensor that can go from one step to the next: no parameter, no part of a graph."""
-    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter | DTensor) and not leaf.requires_grad
+    plain = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and not is_dtensor(leaf)
+    return plain and not leaf.requires_grad
 
 
 def copied(values: Attributes) -> Attributes:

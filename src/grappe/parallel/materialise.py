@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from grappe.checkpoint.weights import Weights, named_tensors, read_into
 from grappe.errors import TaskError
@@ -18,6 +17,7 @@ from grappe.plan import Plan
 from grappe.private_api.torch import (
     give_own_memory,
     gradient_hooks,
+    is_dtensor,
     load_from_state_dict,
     module_buffers,
     module_parameters,
@@ -99,7 +99,7 @@ def fill(model: nn.Module, weights: Weights, device: torch.device, *, offloaded:
 def marks_kept(model: nn.Module) -> Iterator[None]:
     """Context in which parameters may be replaced: the new ones have the attributes that model() set, as `no_decay`."""
     # A DTensor's attributes are its own parts.
-    before = {name: dict(vars(each)) for name, each in model.named_parameters() if not isinstance(each, DTensor)}
+    before = {name: dict(vars(each)) for name, each in model.named_parameters() if not is_dtensor(each)}
     yield
     for name, parameter in model.named_parameters():
         for key, value in before.get(name, {}).items():
@@ -169,7 +169,7 @@ def _put_whole_tensors(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for home in (module_parameters(module), module_buffers(module)):
             for name, tensor in home.items():
-                if tensor is not None and not isinstance(tensor, DTensor):
+                if tensor is not None and not is_dtensor(tensor):
                     made: Any = torch.empty_like(tensor, device=device)
                     trained = isinstance(tensor, nn.Parameter)
                     home[name] = nn.Parameter(made, tensor.requires_grad) if trained else made

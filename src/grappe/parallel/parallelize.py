@@ -23,7 +23,6 @@ from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.compile import compile_units
 from grappe.parallel.materialise import fill, marks_kept, on_meta, refuse_hooks
 from grappe.parallel.shard import shard, sum_scalars
-from grappe.parallel.tensor import split_tensors
 from grappe.parallel.units import units_of
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_map
@@ -61,6 +60,8 @@ def parallelize(
     if plan.recompute:
         switch_off_caches(model)
     if plan.tensor > 1:
+        from grappe.parallel.tensor import split_tensors
+
         split_tensors(model, task, plan, world)
     with marks_kept(model):
         for part, inside in keep(model, units):

@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from grappe.errors import TaskError
 from grappe.launch.world import World, gather_into
 from grappe.parallel.materialise import untied
 from grappe.plan import Plan
-from grappe.private_api.torch import read_numbers_of_all_parts
+from grappe.private_api.torch import is_sharded, read_numbers_of_all_parts
 from grappe.step.clip import local_part
 from grappe.step.exact import tree_sum, wire
 
@@ -25,6 +24,8 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
 
     Gradients are summed, never averaged.
     """
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
     pin = world.device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pin) if plan.offload == "cpu" else OffloadPolicy()
     assert world.mesh is not None
@@ -46,7 +47,7 @@ def shard(model: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
             module, mesh=mesh, reshard_after_forward=plan.zero == 3, offload_policy=policy, ignored_params=scalars
         )
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded(module):
             # grappe divides by the global count once; a mean over processes would weigh uneven slices wrongly.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -139,7 +140,7 @@ def _summed(gradient: Tensor, group: dist.ProcessGroup, wire: torch.device) -> T
 def reshard(model: nn.Module) -> None:
     """Frees gathered parameters: with zero=1 and 2 an evaluation, which has no backward, leaves them gathered."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded(module):
             module.reshard()
 
 
@@ -153,7 +154,7 @@ def reduction_switch(model: nn.Module, plan: Plan) -> Callable[[bool], None] | N
     """
     if plan.microbatches == 1:
         return None
-    assert isinstance(model, FSDPModule)
+    assert is_sharded(model)
     if plan.zero == 1:
         return model.set_requires_gradient_sync
     if plan.replicate * plan.domain > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
@@ -35,7 +36,9 @@ from grappe.private_api.torch_dynamo import is_wrapped
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 __all__ = [
     "BatchNormBase", "LossBase", "MapFetcher", "TorchDispatchMode", "TreeSpec", "tree_flatten", "tree_leaves",
@@ -296,11 +299,28 @@ def module_children(module: nn.Module) -> dict[str, nn.Module | None]:
 
 def give_own_memory(module: nn.Module, device: torch.device) -> None:
     """Gives a module's own tensors memory, also if its `_apply` has no `recurse=` (a metric of Lightning)."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            return torch.empty_like(tensor, device=device)
+        # empty_like() of a meta tensor imports sympy, which takes a third of a second.
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
     parameters = inspect.signature(module._apply).parameters
-    if "recurse" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        module.to_empty(device=device, recurse=False)
-    else:
-        module._apply(lambda tensor: torch.empty_like(tensor, device=device))
+    recurses = "recurse" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    module._apply(empty, **{"recurse": False} if recurses else {})
+
+
+def is_dtensor(value: Any) -> TypeIs[DTensor]:
+    """Returns whether a value is a DTensor. To import its module takes a second: before that there is none."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def is_sharded(module: Any) -> TypeIs[FSDPModule]:
+    """Returns whether `fully_shard` was called of a module; imports nothing."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
@@ -448,9 +468,7 @@ def fake_tensors() -> Any:
 
 def is_shard_or_traced(tensor: Tensor) -> bool:
     """Returns whether a tensor is a DTensor, or one that has no values, since torch only traces."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor) or is_traced(tensor)
+    return is_dtensor(tensor) or is_traced(tensor)
 
 
 def is_traced(tensor: Tensor) -> bool:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from grappe.plan import Plan
-from grappe.private_api.torch import foreach_mul_, foreach_norm, local_tensor
+from grappe.private_api.torch import foreach_mul_, foreach_norm, is_dtensor, local_tensor
 from grappe.step.precision import LossScale
 from grappe.task import Task
 
@@ -108,12 +107,12 @@ def _square(gradients: Sequence[Tensor]) -> Tensor:
 
 def local_part(gradient: Tensor) -> Tensor:
     """Returns this process's part of a gradient."""
-    return local_tensor(gradient) if isinstance(gradient, DTensor) else gradient
+    return local_tensor(gradient) if is_dtensor(gradient) else gradient
 
 
 def sharded_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
     """Returns the process groups over which a gradient is sharded, one for each axis of the mesh."""
-    if not isinstance(gradient, DTensor):
+    if not is_dtensor(gradient):
         return []
     mesh = gradient.device_mesh
     assert not any(placement.is_partial() for placement in gradient.placements), "an unreduced gradient"

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from grappe.checkpoint.weights import InMemory, gathered, read_into
 from grappe.data.batch import Batch
 from grappe.errors import TaskError
 from grappe.launch.world import World
+from grappe.private_api.torch import is_dtensor
 from grappe.step.clip import sharded_groups
 from grappe.step.loss import Sums
 from grappe.step.observers import NamedParameters, Observers
@@ -110,7 +110,7 @@ class WholeCopies:
 
 def copies_of(named: NamedParameters, world: World) -> WholeCopies | None:
     """Returns whole copies of the parameters; None if none is sharded."""
-    if not any(isinstance(parameter, DTensor) for _, parameter in named):
+    if not any(is_dtensor(parameter) for _, parameter in named):
         return None
     assert world.mesh is not None
     axis = world.mesh["tensor"]

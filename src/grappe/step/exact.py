@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from grappe.data.batch import ExactPieces
 from grappe.data.device_copy import sent
@@ -24,7 +22,7 @@ from grappe.data.sampling import cut
 from grappe.errors import PlanError, TaskError
 from grappe.launch.world import World, gather_into
 from grappe.plan import Plan
-from grappe.private_api.torch import BatchNormBase, foreach_add_
+from grappe.private_api.torch import BatchNormBase, foreach_add_, is_dtensor, is_sharded
 from grappe.step.clip import NO_GRADIENT, PIECE, local_part, sharded_groups
 from grappe.step.fast_paths import seed_generators
 from grappe.step.loss import Sums
@@ -380,6 +378,8 @@ class ShardedExact(Exact):
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], plan: Plan, world: World, call: Call
     ) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
         if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
             raise PlanError(
                 f"exact with shard needs a newer torch: FSDP of {torch.__version__} does not let its sums be replaced. "
@@ -388,7 +388,7 @@ class ShardedExact(Exact):
         super().__init__(model, parameters, plan, world, call)
         self._losses: list[Tensor] = []
         for module in model.modules():
-            if isinstance(module, FSDPModule):
+            if is_sharded(module):
                 module.set_custom_reduce_scatter(TreeReduceScatter(self._wire))  # type: ignore[arg-type]
 
     def add(self, loss: Tensor | None) -> None:
@@ -401,14 +401,16 @@ class ShardedExact(Exact):
 
     @torch.no_grad()
     def reduce(self, flag: float, samples: int) -> Sums:
+        from torch.distributed.tensor import DTensor
+
         [(_, parts)] = self._tree
         self._tree.clear()
         assert parts is not None
         for parameter, part in zip(self._parameters, parts, strict=True):
-            if part is not None and not isinstance(parameter, DTensor):  # a scalar, which stays whole
+            if part is not None and not is_dtensor(parameter):  # a scalar, which stays whole
                 parameter.grad = part + 0.0
             elif part is not None:
-                assert isinstance(parameter, DTensor)
+                assert is_dtensor(parameter)
                 parameter.grad = DTensor.from_local(
                     part + 0.0,  # as for replicas: -0 becomes +0
                     parameter.device_mesh,

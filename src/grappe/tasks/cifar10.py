@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from grappe import Arrays, Download, Task, normalise
 from grappe.data.augment import flip, mixup, pad_and_crop
 from grappe.data.formats import cifar10_binary, cifar10_python, locate
 from grappe.errors import TaskError
 from grappe.optimizers.batch_scaling import LrScaling, scale_factor, warmed_up
-from grappe.parallel.tensor import split_convolutions
 from grappe.tasks.images.resnet import convolution, resnet
 
 if TYPE_CHECKING:
     import torchmetrics
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html (the Python or the binary version, about 165 MB)"
 PLACES = ("", "cifar-10-batches-bin", "cifar-10-batches-py")  # below the data folder
@@ -142,5 +141,9 @@ class Cifar10(Task):
         return list(model)
 
     def tensor_plan(self, model: Any) -> dict[str, ParallelStyle]:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        from grappe.parallel.tensor import split_convolutions
+
         matrices = {"2.1": ColwiseParallel(), "3.0": RowwiseParallel()} if self.network == "small" else {}
         return {**split_convolutions(model), **matrices}

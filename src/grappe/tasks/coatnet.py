@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from grappe import Arrays, Task
 from grappe.errors import TaskError
-from grappe.parallel.tensor import SplitOutputs, split_convolutions
 from grappe.tasks.digits import Digits
 
 if TYPE_CHECKING:
     import torchmetrics
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class Size(NamedTuple):
@@ -228,6 +227,10 @@ class CoAtNet(Task):
         return list(model.children())
 
     def tensor_plan(self, model: nn.Module) -> dict[str, ParallelStyle]:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        from grappe.parallel.tensor import SplitOutputs, split_convolutions
+
         styles = split_convolutions(model)
         for name, module in model.named_modules():
             if isinstance(module, Attention):

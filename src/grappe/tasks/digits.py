@@ -10,15 +10,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from grappe import Arrays, Task
 from grappe.errors import TaskError
 from grappe.optimizers.batch_scaling import LrScaling, scale_factor, warmed_up
-from grappe.parallel.tensor import split_convolutions
 
 if TYPE_CHECKING:
     import torchmetrics
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 class LeNet(nn.Sequential):
@@ -81,6 +80,10 @@ class Digits(Task):
         return list(model)
 
     def tensor_plan(self, model: Any) -> dict[str, ParallelStyle]:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        from grappe.parallel.tensor import split_convolutions
+
         return {**split_convolutions(model), "2.1": ColwiseParallel(), "3": RowwiseParallel()}
 
 

@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from grappe import Arrays, Sampling, Task
 from grappe.data import CentreCrop, Images, Normalise, RandomResizedCrop, augment
 from grappe.errors import DataNotFound, TaskError
 from grappe.optimizers.batch_scaling import LrScaling, scale_factor
-from grappe.parallel.tensor import split_convolutions
 from grappe.tasks.images.resnet import convolution, initialise, resnet
 
 if TYPE_CHECKING:
     import torchmetrics
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 TRAIN = ("train", "ILSVRC2012_img_train.tar", "train.tar")
 VALIDATION = ("validation", "val", "validation.tar", "val.tar")
@@ -187,6 +186,8 @@ class ImageNet(Task):
         return list(model)
 
     def tensor_plan(self, model: Any) -> dict[str, ParallelStyle]:
+        from grappe.parallel.tensor import split_convolutions
+
         return split_convolutions(model)
 
 

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from grappe import Arrays, Task
 from grappe.errors import TaskError
 
 if TYPE_CHECKING:
     import torchmetrics
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 PARTS = {"train": range(8), "validation": (8,), "test": (9,)}  # of each ten files in order
@@ -194,6 +194,8 @@ class PySource(Task):
         return [model.embed, *model.blocks, model.head]
 
     def tensor_plan(self, model: Any) -> dict[str, ParallelStyle]:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
         styles = {}
         for number in range(self.shape[1]):
             styles |= {f"blocks.{number}.{name}": ColwiseParallel() for name in ("query", "key", "value", "up")}

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from grappe.checkpoint.weights import InMemory
@@ -37,6 +36,7 @@ from grappe.plan import Plan
 from grappe.private_api.torch import (
     BatchNormBase,
     TorchDispatchMode,
+    is_dtensor,
     local_shape_and_offset,
     local_tensor,
     tree_leaves,
@@ -425,7 +425,7 @@ def figures(named: NamedParameters) -> Figures:
     parts: list[tuple[str, tuple[int, ...], Tensor]] = []
     for name, parameter in named:
         gradient = parameter.grad
-        if isinstance(gradient, DTensor):
+        if is_dtensor(gradient):
             _, offset = local_shape_and_offset(gradient)
             parts.append((name, tuple(offset), local_tensor(gradient)))
         elif gradient is not None:

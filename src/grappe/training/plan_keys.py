@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -28,7 +27,14 @@ from grappe.data.collate import in_float64
 from grappe.errors import TaskError
 from grappe.launch.world import World
 from grappe.plan import Plan
-from grappe.private_api.torch import gradient_hooks, gradients_handed_over, sharded_draws, tree_leaves, tree_map
+from grappe.private_api.torch import (
+    gradient_hooks,
+    gradients_handed_over,
+    is_dtensor,
+    sharded_draws,
+    tree_leaves,
+    tree_map,
+)
 from grappe.rows.context import NOW
 from grappe.rows.tensor import own_term
 from grappe.step.clip import backward_scaled, gradient_norm
@@ -189,6 +195,7 @@ def gradients_summed(world: World) -> Iterator[None]:
 @contextlib.contextmanager
 def shards_whole() -> Iterator[None]:
     """Context of a script whose models are sharded: its files hold whole tensors."""
+    from torch.distributed.tensor import distribute_tensor
 
     def saving(save: Callable[..., None]) -> Callable[..., None]:
         return lambda value, *arguments, **options: save(tree_map(gathered, value), *arguments, **options)
@@ -199,7 +206,7 @@ def shards_whole() -> Iterator[None]:
             shards = {
                 name: distribute_tensor(value, own[name].device_mesh, own[name].placements)  # type: ignore[union-attr]
                 for name, value in state.items()
-                if isinstance(own.get(name), DTensor) and not isinstance(value, DTensor)
+                if is_dtensor(own.get(name)) and not is_dtensor(value)
             }
             return fill(module, {**state, **shards} if shards else state, *arguments, **options)
 
@@ -209,7 +216,7 @@ def shards_whole() -> Iterator[None]:
         def restored(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
             made = restore(optimizer, *arguments, **options)
             for own, state in optimizer.state.items():
-                if not isinstance(own, DTensor):
+                if not is_dtensor(own):
                     continue
                 for name, value in state.items():
                     if type(value) is Tensor and value.shape == own.shape:
@@ -230,7 +237,7 @@ def shards_whole() -> Iterator[None]:
         return derive
 
     def drawn(operator: Any, arguments: Any, options: Any) -> Any:
-        like = next(each for each in tree_leaves((arguments, options)) if isinstance(each, DTensor))
+        like = next(each for each in tree_leaves((arguments, options)) if is_dtensor(each))
 
         def shards(each: Any) -> Any:
             is_like = isinstance(each, Tensor) and each.shape == like.shape

@@ -18,7 +18,7 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import BatchNormBase, tree_leaves
 from grappe.task import Task
-from grappe.training.options import Options
+from grappe.training.request import Request
 from grappe.training.run import Run, short_name
 from grappe.training.watchers.base import RunInfo, Watcher
 from grappe.training.watchers.console import Console, sample_word
@@ -37,7 +37,7 @@ SHOWN_FIELDS = ("lr", "momentum", "betas", "weight_decay")
 
 
 def reporting(
-    options: Options, terminal: UserStream | None, samples: Any, world: World, info: RunInfo, deadline: float | None
+    request: Request, terminal: UserStream | None, samples: Any, world: World, info: RunInfo, deadline: float | None
 ) -> list[Watcher]:
     """Makes the watchers that report to the user: curves, console and loggers on process 0, and requested profiles.
 
@@ -45,14 +45,14 @@ def reporting(
         samples: the training dataset.
         deadline: the end of the time limit or of the job, as time.time has it; None: there is none.
     """
-    watchers = list[Watcher]()
+    watchers, options = list[Watcher](), request.options
     if world.rank == 0:
         watchers.append(Curves())
         if terminal is not None:
             every = options.evaluations_every(info.steps_per_epoch)
             end = ExpectedEnd(every, stops_early=options.patience is not None, deadline=deadline)
             prints = options.printing(info.steps_per_epoch)
-            watchers.append(Console(terminal, sample_word(samples), prints, end=end))
+            watchers.append(Console(terminal, sample_word(samples), prints, end=end, typed=request.typed))
         watchers += [find_logger(name)() for name in options.log]
     if world.rank in options.profile:
         watchers.append(Profile(world.rank, options.profile_steps, terminal, after=options.profile_after))

@@ -51,6 +51,8 @@ class Request:
     """Whether to print nothing but errors."""
     watchers: tuple[Watcher | str, ...] = ()
     """The user's own watchers, on process 0: by value, or by name (`module:Class`, `path/to/file.py:Class`)."""
+    typed: tuple[str, ...] = ()
+    """Words of the command that resumes the run, which follow if the last is `--run`; (): there is none."""
     per_process_watchers: tuple[Watcher, ...] = ()
     """Further watchers, a copy on every process."""
 

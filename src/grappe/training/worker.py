@@ -166,7 +166,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             sample_log = SampleLog() if options.log_samples else None
             watchers = WatcherList(
                 [
-                    *reporting(options, terminal, data.train, world, info, stop_signal.deadline),
+                    *reporting(request, terminal, data.train, world, info, stop_signal.deadline),
                     *([NoiseWatcher(noise, terminal)] if noise is not None else []),
                     meter,
                     *([] if sample_log is None else [sample_log]),

@@ -123,7 +123,8 @@ def test_twenty_runs_and_their_differences(browser: chromium.Browser, run: Path,
     file = report(runs, tmp_path / "twenty.html")
     shown(browser, file)
     assert browser.evaluate("document.querySelectorAll('#legend input').length") == 20
-    assert browser.evaluate("document.querySelector('#legend label').textContent") == "replicate=1"
+    assert browser.evaluate("document.querySelector('#legend label').textContent") == "copy-0 (replicate=1)"
+    assert browser.evaluate("document.title").startswith("copy-0, copy-1, copy-2 and 17 more")
     curves = "document.querySelector('figure svg').querySelectorAll('path').length"
     assert browser.evaluate(curves) == 20
     browser.evaluate("document.querySelector('#legend input').click()")

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from grappe.data.draw import mix
@@ -15,6 +14,7 @@ from grappe.engines.shared.carried import content_hash
 from grappe.errors.user_code import method_error, user_call
 from grappe.launch.world import World
 from grappe.parallel.shard import reshard
+from grappe.private_api.torch import is_dtensor
 from grappe.step.fast_paths import seed_generators
 
 WORD = 0x6166  # of the keys of its random numbers, so that they are no slice's
@@ -97,7 +97,7 @@ def differing(parameters: dict[str, nn.Parameter], world: World) -> str | None:
 def _part(tensor: Tensor, world: World) -> list[int]:
     """Returns this process's place on the axes that split the tensor; -1 on the others."""
     split: set[str] = set()
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         axes = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
         split = {axis for axis, placed in axes if not placed.is_replicate()}
     return [place if axis in split else -1 for axis, (place, _) in world.coordinates().items()]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from grappe.checkpoint.weights import Weights
 from grappe.data.sampling import cut
@@ -34,7 +33,7 @@ from grappe.parallel.attributes import (
 from grappe.parallel.batchnorm import buffers_kept
 from grappe.parallel.materialise import resizes_buffers
 from grappe.plan import Plan
-from grappe.private_api.torch import local_tensor, module_buffers, tree_flatten, tree_leaves, tree_map
+from grappe.private_api.torch import is_dtensor, local_tensor, module_buffers, tree_flatten, tree_leaves, tree_map
 from grappe.rows.tensor import Rows, full
 
 CARRIED = "carried."
@@ -44,7 +43,7 @@ PIECE = 1 << 24  # numbers that are hashed at once
 
 def content_hash(tensor: Tensor) -> int:
     """Returns a hash of a tensor's numbers; of a DTensor, of this process's part."""
-    own = (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    own = (local_tensor(tensor) if is_dtensor(tensor) else tensor).detach()
     digest, parts = xxhash.xxh3_64(), [own]
     if own.layout != torch.strided:
         ordered = own.to_sparse_coo().coalesce()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from grappe.data.batch import Microbatch, entering
@@ -28,6 +27,7 @@ from grappe.private_api import torch_dynamo
 from grappe.private_api.torch import (
     TorchDispatchMode,
     call_in_mode,
+    is_dtensor,
     local_tensor,
     operator_arguments,
     operator_mutates,
@@ -259,7 +259,7 @@ class AssignedData(TorchFunctionMode):
 
 def _memory(leaf: Any) -> int:
     """Returns the address of a tensor's memory; 0: it has none."""
-    own = local_tensor(leaf) if isinstance(leaf, DTensor) else leaf
+    own = local_tensor(leaf) if is_dtensor(leaf) else leaf
     if not isinstance(own, Tensor) or type(own) is Rows or own.layout != torch.strided or own.is_meta:
         return 0
     return own.untyped_storage().data_ptr()

@@ -7,7 +7,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -45,8 +45,9 @@ class Console(Watcher):
         prints: Callable[[int], bool] | None = None,
         *,
         end: ExpectedEnd | None = None,
+        typed: Sequence[str] = (),
     ) -> None:
-        self._prints = prints
+        self._prints, self._typed = prints, typed
         self._losses, self._loss_steps, self._loss_seconds = list[float](), 0, 0.0  # since the last such line
         # Set explicitly: a notebook's environment variables would make rich draw as on a terminal.
         self._console = SafeConsole(stream, force_terminal=stream.isatty())
@@ -187,6 +188,9 @@ class Console(Watcher):
         rows += _memory(outcome, self._word)
         rows += [("engine", remark) for remark in outcome.remarks]
         rows.append(("run", str(self._info.folder)))
+        if outcome.status == "interrupted" and self._typed:
+            folder = [str(self._info.folder)] if self._typed[-1] == "--run" else []
+            rows.append(("next", shlex.join([*self._typed, *folder])))
         if outcome.status in ("finished", "stopped") and outcome.scores is not None:
             folder = shlex.quote(str(self._info.folder))
             rows += [("next", f"grappe evaluate {folder}"), ("", f"grappe report {folder}")]

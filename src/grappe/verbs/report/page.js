@@ -4,6 +4,9 @@ const style = (index) => ({ color: color(index), dash: DATA.runs.length > 8 ? DA
 const nonzero = (parts, names) => Object.fromEntries(names.filter((name) => parts?.[name]).map((name) => [name, parts[name]]));
 const swatch = (index) => element("span", { class: "swatch", style: `background:${color(index)}` });
 
+// The results' columns show what differs: a run without a name of its own is found again by its folder.
+const nameOf = (index) => (DATA.runs[index].description.name ? DATA.results.rows[index].label : DATA.results.rows[index].run);
+
 // The first thing that a meeting asks: which run is best, and at what price.
 function results() {
   const { metric, lower, keys, rows, groups } = DATA.results, made = section(t("Results")).parentNode;
@@ -23,8 +26,6 @@ function results() {
     const [x, y] = [Number(a), Number(b)], numbers = Number.isFinite(x) && Number.isFinite(y);
     return sign * (numbers ? x - y : String(a).localeCompare(String(b), undefined, { numeric: true }));
   };
-  // The columns show what differs: a run without a name of its own is found again by its folder.
-  const nameOf = (index) => (DATA.runs[index].description.name ? rows[index].label : rows[index].run);
   const runCell = (index) => element("td", { title: rows[index].label }, swatch(index), nameOf(index), rows[index].status === "finished" ? "" : element("small", {}, ` ${t(rows[index].status)}`), rows[index].note ? element("small", { class: "note" }, rows[index].note) : "");
   const figures = (row) => columns.map(([name, , format]) => element("td", name === "test" ? { title: row.test_checkpoint } : {}, known(value(row, name)) || typeof value(row, name) === "string" ? format(value(row, name)) : ""));
   const meanOf = ({ group, rows: members }) => element("tr", { class: "mean" }, element("td", {}, t("mean ± standard deviation of {number} seeds", { number: members.length })),
@@ -308,7 +309,8 @@ function legend() {
   DATA.runs.forEach((run, index) => {
     const check = element("input", { type: "checkbox", checked: "" });
     check.addEventListener("change", () => { if (check.checked) hidden.delete(index); else hidden.add(index); draw(); });
-    box.append(element("label", {}, check, swatch(index), run.label));
+    const name = nameOf(index);
+    box.append(element("label", {}, check, swatch(index), run.label.includes(name) ? run.label : `${name} (${run.label})`));
   });
 }
 

@@ -33,6 +33,7 @@ NAME = "report.html"
 LIVE_SECONDS = 5.0
 WINDOWS = 100  # of steps, over which a speed is a mean
 LONGEST_DIFF = 400  # lines
+TITLED = 3  # runs that the page's title names
 POINTS = 800  # of a curve; a screen has no more
 NOT_CURVES = frozenset({"kind", "step", "epoch", "samples", "count", "seconds", "data", "device", "skipped"})
 PARTS_OF_NOISE = frozenset({"steps", "variance", "gradient_square"})  # which the noise scale is made of
@@ -72,8 +73,9 @@ def report(
     gathered = gather(paths, foresee=foresee, predictions=predictions, weights=weights)
     alone = len(paths) == 1 and paths[0].is_dir()
     file = Path(out) if out is not None else (paths[0] / NAME if alone else Path(NAME))
-    first = paths[0].resolve().name
-    title = first if len(paths) == 1 else str(translated(f"{first} and {len(paths) - 1:,} more"))
+    title = ", ".join(path.resolve().name for path in paths[:TITLED])
+    if (more := len(paths) - TITLED) > 0:
+        title = str(translated(f"{title} and {more:,} more"))
     try:
         files.replace(file, html(gathered, title).encode(errors="replace"))
     except OSError as error:
