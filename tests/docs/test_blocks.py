@@ -30,7 +30,8 @@ LISTS = (
 )
 """Pages of names, of figures or for developers, which are no guides, and stay English."""
 GUIDES = [ROOT / "README.md", *(one for one in sorted((ROOT / "docs").glob("*.md")) if one.name not in LISTS)]
-PAGES = [*GUIDES, *sorted(translations.FRENCH.glob("*.md"))]
+SKILL = ROOT / "skills" / "grappe" / "SKILL.md"
+PAGES = [*GUIDES, SKILL, *sorted(translations.FRENCH.glob("*.md"))]
 
 TABLE = tomllib.loads(Path(__file__).with_name("blocks.toml").read_text())
 RUN_ELSEWHERE = TABLE["elsewhere"]
