@@ -15,6 +15,8 @@ from docs.site import notebooks, reference
 from docs.site.links import FRENCH, ROOT, front_matter, rewrite, site_page
 
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^():\s]+)\)")
+OTHERS = re.compile(r"\A---\n.*?^---\n+", re.DOTALL | re.MULTILINE)
+"""The front matter that a page has for other programs, as an agent's skill."""
 LEXERS = {".py": "python", ".toml": "toml", ".cpp": "cpp", ".json": "json", ".sh": "bash"}
 BOTH = ("commands/", "plan/", "labs/")
 """Pages that both languages have under the same name."""
@@ -76,7 +78,7 @@ ENTRIES = {
     ),
 }
 """The entries of the first page: guide, title and text."""
-PROJECT = ("docs/decisions/index", "CHANGELOG", "CONTRIBUTING", "benchmarks/README")
+PROJECT = ("skills/grappe/SKILL", "docs/decisions/index", "CHANGELOG", "CONTRIBUTING", "benchmarks/README")
 UNSEARCHED = (
     *("CHANGELOG", "docs/decisions/", "docs/log", "benchmarks/"),
     *(
@@ -199,7 +201,7 @@ def _copy(path: str, folder: Path, page: str, target: Callable[[str], str]) -> N
 
 def _noted(file: Path) -> str:
     """A page's text; in a French one whose English one has changed since, this is said under the title."""
-    text = translations.MARK.sub("", file.read_text())
+    text = OTHERS.sub("", translations.MARK.sub("", file.read_text()))
     behind = [one for one in translations.guides() if one.french == file and not one.is_current]
     if not behind:
         return text
