@@ -93,6 +93,12 @@ slurm-up: .venv/bin/pip  ## start a real Slurm of four nodes on this machine, to
 slurm-down:  ## end it
 	@$(BIN)/python -m tests.slurm.cluster down
 
+wheel: .venv/test  ## build a wheel and an sdist of the last commit, in dist/
+	@rm -rf .bench/wheel && mkdir -p .bench/wheel dist && git archive HEAD | tar -x -C .bench/wheel
+	@cd .bench/wheel && $(abspath $(BIN))/python -c "from setuptools import build_meta as build; \
+		build.build_sdist('$(abspath dist)'); build.build_wheel('$(abspath dist)')" >/dev/null 2>&1
+	@cd dist && sha256sum grappe-*
+
 sbom: .venv/bin/pip  ## list all that is installed, with versions, licences and hashes, in CycloneDX's form
 	@$(BIN)/python scripts/sbom.py
 
@@ -151,4 +157,4 @@ clean:  ## forget the environments
 		'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'expecttest>=0.3' 'setuptools>=77' 'zstandard>=0.23' 'nbclient>=0.10' 'ipykernel>=6.29' 'babel>=2.16' 'pandas>=3'
 	@touch $@
 
-.PHONY: help train demo quick nightly oldest newest constraints test artefacts lint types horovod operators docs site labs soak sbom bench gpu slurm-up slurm-down clean
+.PHONY: help train demo quick nightly oldest newest constraints test artefacts lint types horovod operators docs site labs soak wheel sbom bench gpu slurm-up slurm-down clean

@@ -223,7 +223,7 @@ def test_a_process_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch, capfd
         place = f"127.0.0.1:{taken.getsockname()[1]}"
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": place[10:], "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(rendezvous, "TOLD_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "WAIT_SECONDS", 0.01)
     monkeypatch.setattr(rendezvous, "PATIENCE", timedelta(seconds=1))
     process = ProcessRank(rank=1, size=2, local_size=1, launcher="torchrun")
     with pytest.raises(UsageError, match=f"process 1 of 2 waited 120 s for the others at {place}: start WORLD_SIZE=2"):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PATIENCE_SECONDS = 120.0  # the nodes of a job may start far apart
 PATIENCE = timedelta(seconds=PATIENCE_SECONDS)
-TOLD_SECONDS = 10.0  # after which a process says for whom it waits
+WAIT_SECONDS = 10.0  # after which a process says for whom it waits
 KEY = "grappe/secret"  # key of the store: the name of the file with the secret
 BYTES = hashlib.sha256().digest_size
 
@@ -273,12 +273,12 @@ def _env_store(process: ProcessRank, timeout: timedelta) -> Store:
         # torchrun's agent may already serve a store at MASTER_PORT; env:// knows how to share it.
         with os.fdopen(os.dup(2), "w") as errors, redirected(2):  # torch prints a stack trace of each try
 
-            def told() -> None:
+            def warn() -> None:
                 complain(
                     f"grappe: process {process.rank} of {process.size} waits for the others at {host}:{port}", errors
                 )
 
-            waits = threading.Timer(TOLD_SECONDS, told)
+            waits = threading.Timer(WAIT_SECONDS, warn)
             waits.start()
             try:
                 store, _, _ = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
