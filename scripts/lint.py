@@ -5,12 +5,15 @@
 - A small module that one other module imports belongs into that module, unless it is found by its file's name.
 - No room and no extension has more lines than budget.toml allows it, and the sum of these numbers only falls:
   `python scripts/lint.py --budget` writes the numbers of the source that is there, where they are lower.
+- The English guides have at most WORDS words without code and generated parts, and no paragraph of more than PARAGRAPH
+  characters in a line.
 """
 
 from __future__ import annotations
 
 import ast
 import gc
+import re
 import subprocess
 import sys
 import tomllib
@@ -20,8 +23,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "grappe"
+DOCS = ROOT / "docs"
 BUDGET = ROOT / "scripts" / "budget.toml"
 FORBIDDEN = frozenset(["one", "found", "known", "told", "wanted", "given", "said", "mine", "whole", "much"])
+WORDS, PARAGRAPH = 30_000, 300
+NO_PROSE = re.compile(r"^(`{3,}).*?^\1|^<!-- [\w -]+ -->$.*?<!-- end -->", re.DOTALL | re.MULTILINE)
+"""Code blocks and generated parts of a guide."""
 SMALL = 120
 """Lines of a module from which on it may have a single importer."""
 BY_NAME = (
@@ -57,12 +64,25 @@ def main() -> int:
         "names that say nothing": list(forbidden_names(trees)),
         "class names that stand more than once": list(doubled_classes(trees)),
         f"modules below {SMALL} lines with one importer": list(small_modules(trees)),
+        "guides that are too long": list(long_guides({file.name: file.read_text() for file in DOCS.glob("*.md")})),
         "budgets of lines": list(over_budget(lines_of_rooms(), read_budget(BUDGET.read_text()), earlier_budget())),
     }
     for title, lines in faults.items():
         if lines or "--count" in sys.argv:
             print(f"{len(lines)} {title}" + ("" if "--count" in sys.argv else ":\n  " + "\n  ".join(lines)))
     return int(any(faults.values()))
+
+
+def long_guides(guides: Mapping[str, str]) -> Iterator[str]:
+    """Yields each line of a guide that is a long paragraph, and a sum of words that is too high."""
+    prose = {name: NO_PROSE.sub("", text) for name, text in sorted(guides.items())}
+    for name, text in prose.items():
+        for line in text.splitlines():
+            if len(line) > PARAGRAPH and not line.startswith("|"):
+                yield f"docs/{name} has a paragraph of {len(line)} characters: {line[:60]}…"
+    words = sum(len(text.split()) for text in prose.values())
+    if words > WORDS:
+        yield f"docs/*.md have {words:,} words, and may have {WORDS:,}: what a page drops is dropped, not moved"
 
 
 def lines_of_rooms() -> Counter[str]:
