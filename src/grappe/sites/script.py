@@ -103,7 +103,19 @@ def render(script: Script) -> str:
     Raises:
         UsageError: sbatch or a shell could read a name or a path as something else.
     """
-    _check(script)
+    if not FOLDER.fullmatch(str(script.run)):
+        raise UsageError(
+            f"the run's folder {str(script.run)!r} has characters that sbatch or a shell reads as something else: "
+            "give one of letters, digits and ./_-@+=:, with --run"
+        )
+    check_name(script.name)
+    for module in script.job.modules:
+        if not MODULE.fullmatch(module):
+            raise UsageError(f"--modules={module}: this is not the name of a module, such as python/3.12")
+    paths = (script.folder, script.job.stage or "", script.job.wheels or "", script.python)
+    for word in (*script.arguments, *script.task, *map(str, paths), script.data, script.job.env):
+        if printable(word, len(word)) != word:
+            raise UsageError(f"{word!r} has a line break or another unprintable character in it: leave it out")
     start = [
         "set -u",
         f"cd -- {shlex.quote(str(script.folder))} || exit 1",
@@ -169,22 +181,6 @@ def check_name(name: str) -> None:
         raise UsageError(f"--name={name!r}: letters, digits, '.', '_' and '-', 64 at most")
 
 
-def _check(script: Script) -> None:
-    if not FOLDER.fullmatch(str(script.run)):
-        raise UsageError(
-            f"the run's folder {str(script.run)!r} has characters that sbatch or a shell reads as something else: "
-            "give one of letters, digits and ./_-@+=:, with --run"
-        )
-    check_name(script.name)
-    for module in script.job.modules:
-        if not MODULE.fullmatch(module):
-            raise UsageError(f"--modules={module}: this is not the name of a module, such as python/3.12")
-    paths = (script.folder, script.job.stage or "", script.job.wheels or "", script.python)
-    for word in (*script.arguments, *script.task, *map(str, paths), script.data, script.job.env):
-        if printable(word, len(word)) != word:
-            raise UsageError(f"{word!r} has a line break or another unprintable character in it: leave it out")
-
-
 def _head(script: Script) -> str:
     site, layout = script.site, script.layout
     nodes = layout.most_nodes - layout.spare
@@ -241,9 +237,11 @@ def _environment(script: Script) -> list[str]:
         lines.append(f'on_each_node unpack {shlex.quote(str(script.job.stage))} "{local}/data"')
     if made:
         assert script.packages is not None, "what is made on the nodes is made of something"
-        words = environment.options(script.packages, script.job.wheels)
+        wheels = script.job.wheels
+        words = [] if wheels is None else [f"--find-links {shlex.quote(str(wheels))}"]
+        words += ["--no-deps"] if script.packages.locked else []
         base = "python" if script.modules else shlex.quote(script.python)
-        lines.append(f'env="{environment.place(local, script.packages.key)}"')
+        lines.append(f'env="{local or "${TMPDIR:-/tmp}"}/grappe-$UID/{script.packages.key}"')
         lines.append(" ".join(['on_each_node make_environment "$env"', kind, base, *words]))
     return [*lines, f"python={_python(script, kind)}"]
 

@@ -279,15 +279,13 @@ def modules_of_file(file: Path) -> set[str]:
     return modules
 
 
+_distributions = functools.cache(importlib.metadata.packages_distributions)  # which takes 1.5 seconds
+
+
 def package_of(module: str) -> str:
     """Returns the package of a top-level module: as installed here, or by its usual name."""
     distributions = _distributions().get(module)
     return distributions[0] if distributions else RENAMED.get(module, module)
-
-
-@functools.cache
-def _distributions() -> Mapping[str, list[str]]:
-    return importlib.metadata.packages_distributions()  # 1.5 seconds
 
 
 def imported(file: Path) -> list[str]:
