@@ -183,16 +183,14 @@ class Tuner:
             return None
         if time.perf_counter() - self._began < self._seconds:
             return None
+        (first, earlier), (last, now) = self._before, self._spent()
+        spent = [after - then for after, then in zip(now, earlier, strict=True)][: len(IN_A_STEP)]
+        total = sum(spent) - (spent[COMMUNICATION] if self._on_cpu else 0.0)
+        cost = Cost(seconds=total / max(1, last - first), waits=spent[DATA] / (total or 1.0))
         before, self._steps = self._now, 0
         try:
-            self._now = self._search.send(self._cost())
+            self._now = self._search.send(cost)
         except StopIteration as end:
             self._now, self.done = end.value, True
             self._chosen(self._now)
         return self._now if self._now != before else None
-
-    def _cost(self) -> Cost:
-        (first, earlier), (last, now) = self._before, self._spent()
-        spent = [after - then for after, then in zip(now, earlier, strict=True)][: len(IN_A_STEP)]
-        total = sum(spent) - (spent[COMMUNICATION] if self._on_cpu else 0.0)
-        return Cost(seconds=total / max(1, last - first), waits=spent[DATA] / (total or 1.0))

@@ -192,7 +192,9 @@ def _filled(operator: Any, tensor: Tensor, *arguments: Any, generator: Any = Non
         return operator(tensor, *arguments, generator=generator, **options)
     part = _part(tensor, rows)
     if part is None:
-        if tensor.numel() == 1 and not _is_seed(operator, *arguments):
+        # A single integer of 24 bits or more seeds other draws.
+        draws_integer, most = operator.overloadpacket is torch.ops.aten.random_, arguments[-1] if arguments else None
+        if tensor.numel() == 1 and not (draws_integer and (most is None or most >= 1 << 24)):
             return operator(tensor, *arguments, **options)
         with _own_stream(operator, tensor, rows):
             return operator(tensor, *arguments, **options)
@@ -227,12 +229,6 @@ def _spread(chances: Tensor, drawn: Tensor, part: _Kept) -> Tensor:
             everyone = chances.new_full(shape, 0.5)
             chances = everyone.index_copy_(cut.dimension, _places(cut, drawn), chances.contiguous())
     return torch.empty_like(drawn, dtype=chances.dtype).copy_(chances)
-
-
-def _is_seed(operator: Any, *arguments: Any) -> bool:
-    """Returns whether a single number that is drawn seeds other draws: an integer of 24 bits or more."""
-    most = arguments[-1] if arguments else None
-    return operator.overloadpacket is torch.ops.aten.random_ and (most is None or most >= 1 << 24)
 
 
 DROPOUTS = ("native_dropout",)

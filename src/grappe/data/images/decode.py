@@ -63,7 +63,11 @@ def header_of(data: bytes) -> ImageHeader:
     if data.startswith(b"\xff\xd8"):
         header = _jpeg(data)
     elif data.startswith(_PNG):
-        header = _png(data)
+        if len(data) < 33 or data[12:16] != b"IHDR":
+            raise NoPicture("damaged or cut off: a PNG without its first chunk")
+        if data[24] == 16:
+            raise NoPicture("PNG of 16 bits a channel, which has no one meaning in 8")
+        header = ImageHeader("png", int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big"), 0)
     else:
         header = _other(data)
     if header.height < 1 or header.width < 1:
@@ -96,14 +100,6 @@ def _jpeg(data: bytes) -> ImageHeader:
             break
         at += 2 + length
     raise NoPicture("damaged or cut off: its header gives no size")
-
-
-def _png(data: bytes) -> ImageHeader:
-    if len(data) < 33 or data[12:16] != b"IHDR":
-        raise NoPicture("damaged or cut off: a PNG without its first chunk")
-    if data[24] == 16:
-        raise NoPicture("PNG of 16 bits a channel, which has no one meaning in 8")
-    return ImageHeader("png", int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big"), 0)
 
 
 def _other(data: bytes) -> ImageHeader:
