@@ -381,11 +381,6 @@ class Begin:
     engine: str = "native"
     """The engine that will go on."""
 
-    @property
-    def in_the_middle(self) -> bool:
-        """True if the run may begin after step 0."""
-        return self.with_optimizer or bool(self.epochs_done)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForeignTraining:

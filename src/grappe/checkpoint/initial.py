@@ -78,7 +78,7 @@ def build(
         check(model)
         if kind == torch.float64:  # before it takes anything over: a float32 would round it
             model.double()
-        if begin is not None and begin.in_the_middle:
+        if begin is not None and (begin.with_optimizer or begin.epochs_done):  # it may begin after step 0
             return _continue(task, model, begin, checkpoints, run)
         notes = "" if begin is None else take_over(model, begin.source)
         _save(model, checkpoints, run)
@@ -224,11 +224,7 @@ def take_over(model: nn.Module, source: Path) -> str:
 
 
 def _limited(work: Callable[[], str], model: nn.Module, source: Path, times: int = 1) -> str:
-    """Calls `work` in a process that shares the model, with at most `times` the memory of the model's weights.
-
-    Raises:
-        RunError: the process needed more.
-    """
+    """Calls `work` in a process that shares the model, with at most `times` the memory of the model's weights."""
     own = 0
     for tensor in named_tensors(model).values():
         own += tensor.nbytes

@@ -171,8 +171,6 @@ class Tuner:
         self._seconds, self._steps = seconds, 0
         self._began = 0.0
         self._before: tuple[int, Sequence[float]] = (0, ())
-        self.done = False
-        """Whether the quickest way is known."""
 
     def step(self) -> Loading | None:
         """Counts a step; returns another way to load when the steps to come are to have one."""
@@ -191,6 +189,6 @@ class Tuner:
         try:
             self._now = self._search.send(cost)
         except StopIteration as end:
-            self._now, self.done = end.value, True
+            self._now = end.value
             self._chosen(self._now)
         return self._now if self._now != before else None

@@ -212,7 +212,7 @@ class Sources:
         loading = None if self._tuner is None else self._tuner.step()
         if loading is None:
             return False
-        if self._tuner is not None and not self._tuner.done:
+        if self._tuner is not None:  # else the quickest way is known
             self._note(self.loading)  # what works is known if the next way ends the training
         return self._load_as(loading)
 

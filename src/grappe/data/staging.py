@@ -96,7 +96,13 @@ def _copied(source: Path, to: Path, report: Callable[[int, int], None] | None) -
         if not place.is_file():
             raise DataError(f"{printable(place)} is not a file: it cannot be staged")
         sources[str(place.relative_to(source.parent))] = facts_of(place)
-    recorded = _recorded_names(record)
+    recorded: set[str] | None = set()  # the files that a copy has begun with; None: there was none
+    try:
+        recorded = msgspec.json.decode(files.read_bytes(record), type=set[str])
+    except FileNotFoundError:
+        recorded = None
+    except (OSError, msgspec.DecodeError, RecursionError):
+        pass
     missing = {name: facts for name, facts in sources.items() if recorded is None or not _is_there(to / name, facts)}
     total, needed = (sum(size for size, _ in some.values()) for some in (sources, missing))
     staged = Staged(place=to / source.name, files=len(sources), bytes=total, copied=len(missing))
@@ -215,13 +221,3 @@ def _hash(file: Path) -> str:
         with contextlib.suppress(OSError, AttributeError):  # from the disk, where the system can be asked to
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
-
-
-def _recorded_names(record: Path) -> set[str] | None:
-    """Reads which files a copy has begun with; None: there was none."""
-    try:
-        return msgspec.json.decode(files.read_bytes(record), type=set[str])
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError, RecursionError):
-        return set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shutil
@@ -191,29 +192,17 @@ def entries(text: str) -> list[Entry]:
 
 def ended(job: str) -> End | None:
     """Returns a job's end, from Slurm's accounting or its controller; None if neither knows the job."""
-    for ask in (_accounted, _remembered):
-        try:
-            end = ask(job)
-        except GrappeError:
-            continue  # a site without accounting, or a job that is forgotten
-        if end is not None:
-            return end
+    with contextlib.suppress(GrappeError):  # a site without accounting
+        text = run("sacct", "--noheader", "--parsable2", "--jobs", job, "--format", "JobID,State,ExitCode")
+        for line in text.splitlines():
+            number, state, code = line.split("|")
+            if number == job and state.split()[0] in ENDED:
+                return _end(state.split()[0], code)
+    with contextlib.suppress(GrappeError):  # a job that is forgotten
+        words = dict(word.split("=", 1) for word in run("scontrol", "show", "job", job).split() if "=" in word)
+        if (state := words.get("JobState", "")) in ENDED:
+            return _end(state, words.get("ExitCode", "0:0"))
     return None
-
-
-def _accounted(job: str) -> End | None:
-    text = run("sacct", "--noheader", "--parsable2", "--jobs", job, "--format", "JobID,State,ExitCode")
-    for line in text.splitlines():
-        number, state, code = line.split("|")
-        if number == job and state.split()[0] in ENDED:
-            return _end(state.split()[0], code)
-    return None
-
-
-def _remembered(job: str) -> End | None:
-    words = dict(word.split("=", 1) for word in run("scontrol", "show", "job", job).split() if "=" in word)
-    state = words.get("JobState", "")
-    return _end(state, words.get("ExitCode", "0:0")) if state in ENDED else None
 
 
 def _end(state: str, code: str) -> End:

@@ -191,11 +191,7 @@ class ImageNet(Task):
 
 
 def _find(folder: Path, name: str, usual: Sequence[str]) -> Path:
-    """The source of images that is named, or the first of the usual ones that is there.
-
-    Raises:
-        DataNotFound: there is none.
-    """
+    """The source of images that is named, or the first of the usual ones that is there."""
     places = [folder / path for path in ((name,) if name else usual)]
     for place in places:
         if place.exists():

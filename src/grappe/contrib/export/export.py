@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import grappe
 from grappe.contrib.export.cpp import write_program
@@ -27,14 +26,13 @@ from grappe.contrib.export.formats import check_packages, write_onnx, write_safe
 from grappe.contrib.export.program import (
     Exporter,
     ExportJob,
-    Program,
     RoundedProgram,
     in_batches,
     input_names,
     output_names,
     program_of,
 )
-from grappe.contrib.export.proof import TOLERANCE, TYPES, ExportSamples, Proof, prove, samples_of, write_npy
+from grappe.contrib.export.proof import TOLERANCE, TYPES, Proof, prove, samples_of, write_npy
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import naming_user_line
 from grappe.launch import files
@@ -142,9 +140,13 @@ def export(
     step = int(name.rpartition("-")[2])
 
     def predictions() -> Iterator[Any]:
-        if weights != "fp32":
-            return _rows(program, samples, resolved.batch_size)
-        return predict(run, SPLIT, task=resolved, data=place, checkpoint=step, trained=trained)
+        if weights == "fp32":
+            yield from predict(run, SPLIT, task=resolved, data=place, checkpoint=step, trained=trained)
+            return
+        size = resolved.batch_size
+        for first in range(0, samples.length, size):
+            inputs = samples.read(np.arange(first, min(first + size, samples.length)))
+            yield from zip(*in_batches(program)(inputs, size), strict=True)
 
     def scores(rounding: Rounding) -> dict[str, float]:
         progress(f"scoring the weights in {rounding}")
@@ -174,13 +176,6 @@ def export(
         facts = {"kind": format, **job.origin, **written.facts, **interface, "proof": proven}
         write_manifest(staged, names, facts, readme_text(facts, written.place, written.words))
     return ExportResult(folder=target, checkpoint=name, proof=proof, cpp=written.not_built, scores=scored)
-
-
-def _rows(program: Program, samples: ExportSamples, size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yields what a program predicts for each sample."""
-    for first in range(0, samples.length, size):
-        inputs = samples.read(np.arange(first, min(first + size, samples.length)))
-        yield from zip(*in_batches(program)(inputs, size), strict=True)
 
 
 def _origin(run: Run, task: Task, checkpoint: str, *, averaged: bool) -> dict[str, Any]:

@@ -219,11 +219,7 @@ def scan(shards: ShardFiles, *, skip_damaged: bool, report: Callable[[str], None
 
 
 def _same_columns(before: dict[str, str] | None, its: dict[str, str], shards: ShardFiles, name: str) -> dict[str, str]:
-    """Returns the columns of the files so far with those of one more: the type of each that is read.
-
-    Raises:
-        DataError: a column is missing, or of another type; the file is whole, so `skip_damaged` does not leave it out.
-    """
+    """Returns the columns of the files so far with those of one more; a file that differs is never left out."""
     for column in shards.options.columns or () if its else ():
         if column not in its:
             raise DataError(f"{printable(shards.root / name)} has no column {column!r}: {nearest(column, list(its))}")

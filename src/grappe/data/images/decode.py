@@ -169,7 +169,16 @@ def decoded(data: bytes, header: ImageHeader, scale: int = 1, *, fast: bool = Tr
     height, width = -(-header.height // scale), -(-header.width // scale)
     library = simplejpeg() if fast and header.kind == "jpeg" and header.channels != 4 else None
     if library is None:
-        pixels = _by_pillow(data, header, scale)
+        from PIL import Image
+
+        formats: tuple[str, ...] = _OTHERS if header.kind == "other" else (header.kind.upper(),)
+        try:
+            with Image.open(io.BytesIO(data), formats=formats) as picture:
+                if scale > 1:
+                    picture.draft(picture.mode, (header.width // scale, header.height // scale))
+                pixels = np.array(picture.convert("RGB"))  # a copy: torch warns of arrays that it may not write to
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise NoPicture(f"damaged or cut off: {_sentence(error)}") from None
     else:
         least = {"min_height": height, "min_width": width} if scale > 1 else {}
         try:
@@ -179,19 +188,6 @@ def decoded(data: bytes, header: ImageHeader, scale: int = 1, *, fast: bool = Tr
     if pixels.shape != (height, width, 3):
         raise NoPicture(f"damaged: it decodes to {pixels.shape[1]} x {pixels.shape[0]} pixels")
     return pixels
-
-
-def _by_pillow(data: bytes, header: ImageHeader, scale: int) -> Pixels:
-    from PIL import Image
-
-    try:
-        formats: tuple[str, ...] = _OTHERS if header.kind == "other" else (header.kind.upper(),)
-        with Image.open(io.BytesIO(data), formats=formats) as picture:
-            if scale > 1:
-                picture.draft(picture.mode, (header.width // scale, header.height // scale))
-            return np.array(picture.convert("RGB"))  # a copy: torch warns of arrays that it may not write to
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise NoPicture(f"damaged or cut off: {_sentence(error)}") from None
 
 
 def _sentence(error: Exception) -> str:

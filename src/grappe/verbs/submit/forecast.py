@@ -374,9 +374,6 @@ def _foreseen(submission: Submission, query: RunQuery) -> TimeEstimate:
     """Foresees the training's time: on GPUs from a trace and the data sheet; on cores like these from a few steps here.
 
     The memory is judged from the same trace.
-
-    Raises:
-        GrappeError: it cannot be foreseen.
     """
     fabric, plan = None, dataclasses.replace(query.plan, threads=query.plan.threads or query.layout.cores)
     if query.layout.gpus:

@@ -71,22 +71,14 @@ class Wheelhouse:
     site: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Resolved:
-    """The packages to install, each with its version."""
-
-    requirements: list[str]
-    python: str
-
-
 class Unresolvable(Exception):
     """Nothing can be resolved on this machine; the message says why."""
 
 
 def resolve(
     wheel: tuple[str, bytes], extras: Sequence[str], requirements: Sequence[str], house: Wheelhouse
-) -> Resolved:
-    """Resolves the versions that pip would install on a node.
+) -> tuple[list[str], str]:
+    """Resolves the versions that pip would install on a node; returns them, sorted, and the node's Python.
 
     Args:
         wheel: grappe's own, whose requirements are resolved.
@@ -118,10 +110,8 @@ def resolve(
         report = json.loads((folder / "report.json").read_text())
     installed = [(entry["metadata"]["name"], entry["metadata"]["version"]) for entry in report["install"]]
     machine = report["environment"]
-    return Resolved(
-        requirements=sorted(f"{name}=={version}" for name, version in installed if name != "grappe"),
-        python=f"{machine['python_full_version']} {machine['platform_machine']}",
-    )
+    python = f"{machine['python_full_version']} {machine['platform_machine']}"
+    return sorted(f"{name}=={version}" for name, version in installed if name != "grappe"), python
 
 
 def _pip(folder: Path, requirements: list[str], house: Wheelhouse, lacking: int) -> str | None:
@@ -433,11 +423,11 @@ def job_packages(submission: Submission, site: Site, plan: Plan, *, show: bool) 
     why = "the script is only shown"
     if not show:
         try:
-            resolved = resolve(wheel, extras, lines, house)
+            resolved, python = resolve(wheel, extras, lines, house)
         except Unresolvable as error:
             why = str(error)
         else:
-            depends = [resolved.python, *house.modules, str(house.on_modules)]
-            return packages(wheel, resolved.requirements, depends, locked=True), ""
+            depends = [python, *house.modules, str(house.on_modules)]
+            return packages(wheel, resolved, depends, locked=True), ""
     depends = [*house.modules, str(house.on_modules)]
     return packages(wheel, [*_own(extras), *lines], depends, locked=False), why

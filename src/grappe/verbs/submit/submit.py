@@ -247,11 +247,7 @@ def _warnings(script: Script) -> Iterator[str]:
 
 
 def _folder(submission: Submission) -> Path:
-    """Returns the run's folder, or the folder of another command's job.
-
-    Raises:
-        RunError: the run is finished, or the run that the command reads is none.
-    """
+    """Returns the run's folder, or the folder of another command's job."""
     base, run = submission.job.runs, submission.run
     if submission.command == LAUNCH and run is not None:
         return run.absolute()
