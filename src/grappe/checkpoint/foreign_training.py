@@ -1,7 +1,4 @@
-"""Reads weights and optimizer state that grappe did not write, and matches their names with the model's.
-
-A task gives its model the weights of a local folder by `pretrained`, as transformers and others write it.
-"""
+"""Reads weights and optimizer state that grappe did not write, and matches their names with the model's."""
 
 from __future__ import annotations
 
@@ -538,27 +535,20 @@ def _check_states(saved: Mapping[str, Any], optimizer: Optimizer, file: Path) ->
         if parameter is None or not isinstance(state, dict):
             raise RunError(f"--with-optimizer --from {file}: its optimizer's state is of no parameter")
         for key, value in state.items():
-            if (why := _unfit(key, value, parameter)) is not None:
+            why = not_plain(value) if isinstance(value, Tensor) else None
+            if not (isinstance(key, str) and key.isidentifier()):
+                why = "no name of an optimizer's state"
+            elif not isinstance(value, Tensor | bool | int | float | None):
+                why = f"of the class {type(value).__name__}"
+            elif why is None and isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                why = (
+                    f"{list(value.shape)}, where the parameter is {list(parameter.shape)}: grappe does not take over a "
+                    "state of another shape, such as a factored one (Adafactor): leave --with-optimizer out"
+                )
+            if why is not None:
                 raise RunError(
                     f"--with-optimizer --from {file}: {printable(str(key), 40)!r} of parameter {number} is {why}"
                 )
-
-
-def _unfit(key: object, value: object, parameter: Tensor) -> str | None:
-    if not (isinstance(key, str) and key.isidentifier()):
-        return "no name of an optimizer's state"
-    if value is None or isinstance(value, bool | int | float):
-        return None
-    if not isinstance(value, Tensor):
-        return f"of the class {type(value).__name__}"
-    if (why := not_plain(value)) is not None:
-        return why
-    if value.dim() and value.shape != parameter.shape:
-        return (
-            f"{list(value.shape)}, where the parameter is {list(parameter.shape)}: grappe does not take over a state "
-            "of another shape, such as a factored one (Adafactor): leave --with-optimizer out"
-        )
-    return None
 
 
 def _epochs_done(content: Mapping[str, Any], begin: Begin) -> tuple[int, tuple[str, ...]]:

@@ -60,17 +60,13 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     Raises:
         RunError: the folder is a link.
     """
-    checkpoints = []
-    try:
-        names = files.names(folder, files.IN_RUN)
-    except OSError:
-        return []
-    for name in names:
-        if (match := STEP.fullmatch(name)) and files.kind(folder / name) == "folder":
-            step = int(match[1])
-            if name == step_name(step):  # a step has one name
-                checkpoints.append(Checkpoint(folder=folder / name, step=step))
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
+    steps = list[int]()
+    with contextlib.suppress(OSError):
+        steps = [int(match[1]) for match in map(STEP.fullmatch, files.names(folder, files.IN_RUN)) if match]
+    checkpoints = (Checkpoint(folder=step_folder(folder, step), step=step) for step in sorted(set(steps), reverse=True))
+    return [
+        checkpoint for checkpoint in checkpoints if files.kind(checkpoint.folder) == "folder"
+    ]  # a step has one name
 
 
 def latest(folder: Path, run: str = "") -> Checkpoint | None:

@@ -1,8 +1,4 @@
-"""Renders the batch script of a job: a pure function of the submission and of the site.
-
-What is the same in every script is in job.sh, which submit puts into the run's logs and the script sources there. The
-quoting of words for a shell is at the end.
-"""
+"""Renders the batch script of a job: a pure function of the submission and of the site."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 ACCOUNT = re.compile(r"[\w.@+-]{1,64}", re.ASCII)
 IMAGES = (".sif", ".simg")
 FUNCTIONS = Path(__file__).with_name("job.sh")
-"""The file of functions that a script sources."""
+"""The file of functions that a script sources, from the run's logs, into which submit puts it."""
 FOLDER = re.compile(r"/[\w./@+=:,-]*", re.ASCII)
 LEAST_NOTICE, MOST_NOTICE = 20, 300
 
@@ -90,11 +86,6 @@ class Script:
     def modules(self) -> tuple[str, ...]:
         """The modules to load: the user's, or else the site's."""
         return environment.modules_of(self.site, self.job.modules, self.plan)
-
-    @property
-    def resumes(self) -> bool:
-        """True if the command goes on where it was killed."""
-        return self.kind in (TRAIN, TUNE, LAUNCH)
 
 
 def render(script: Script) -> str:
@@ -293,7 +284,8 @@ def _steps(script: Script) -> list[str]:
             data = f'"{script.site.job.local}/data"' if staged else next(command_words([script.data]))
             words += ['--run "$run"', "--data", data]
         line = " ".join([f"step {srun} --label{gpus} {python} -m grappe", *words])
-        lines += ["work() {", f"    {line}", "}", "keep_going"] if script.resumes else [line]
+        goes_on = script.kind in (TRAIN, TUNE, LAUNCH)  # where it was killed
+        lines += ["work() {", f"    {line}", "}", "keep_going"] if goes_on else [line]
     return [*lines, f"finish {script.kind} {script.job.restarts}"]
 
 

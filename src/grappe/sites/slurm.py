@@ -153,8 +153,7 @@ def submit(script: Path, *, test_only: bool = False) -> str:
 def remedy(refusal: str) -> str:
     """Returns the remedy for a rejection, on a new line; "" if it is unknown."""
     text = refusal.lower()
-    remedies = [advice for words, advice in REMEDIES.items() if words in text]
-    return f"\n  {remedies[0]}" if remedies else ""
+    return next((f"\n  {advice}" for words, advice in REMEDIES.items() if words in text), "")
 
 
 SQUEUE_FORMAT = "%i|%j|%T|%r|%S|%L|%D"

@@ -1,7 +1,4 @@
-"""CIFAR-10 with the small network of the Alliance's PyTorch page, or with a ResNet-18.
-
-Shapes: B images of a slice.
-"""
+"""CIFAR-10 with the small network of the Alliance's PyTorch page, or with a ResNet-18."""
 
 from __future__ import annotations
 

@@ -193,12 +193,10 @@ class CoAtNet(Task):
         return F.cross_entropy(output, target, reduction="none", label_smoothing=self.smoothing)
 
     def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer:
-        matrices, rest = [], []
-        for name, parameter in named_parameters:
-            (matrices if parameter.dim() > 1 else rest).append((name, parameter))
+        named = list(named_parameters)
         groups = [
-            {"params": matrices, "weight_decay": self.weight_decay},
-            {"params": rest, "weight_decay": 0.0},
+            {"params": [each for each in named if each[1].dim() > 1], "weight_decay": self.weight_decay},
+            {"params": [each for each in named if each[1].dim() < 2], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=self.lr)
 

@@ -59,11 +59,11 @@ def received(
                     f"{download.url} has fewer bytes than the {download.size:,} that the task names: it is another "
                     "file. What had come was removed"
                 ) from None
-            why = printable(getattr(error, "reason", None) or error)
+            reason = printable(getattr(error, "reason", None) or error)
             if isinstance(error, urllib.error.HTTPError):
-                why = f"the server answered {error.code} {printable(error.reason)}"
+                reason = f"the server answered {error.code} {printable(error.reason)}"
             raise DataError(
-                f"{download.url} cannot be downloaded: {why}. {partial.stat().st_size:,} of "
+                f"{download.url} cannot be downloaded: {reason}. {partial.stat().st_size:,} of "
                 f"{download.size:,} bytes are there: the same command continues from there. A compute node "
                 "often has no internet: use a login node"
             ) from None

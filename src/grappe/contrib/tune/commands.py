@@ -15,10 +15,7 @@ from grappe.cli.exit import show, show_answer, show_json
 from grappe.contrib.tune.space import PLAN, SearchOptions, Trial
 from grappe.contrib.tune.study import Study, best_of, open_study
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
-from grappe.fields import (  # noqa: F401 (cyclopts looks the inherited fields' types up here)
-    Names,
-    split,
-)
+from grappe.fields import Names, split  # noqa: F401 (cyclopts looks the inherited fields' types up here)
 from grappe.launch.terminal import complain, say
 from grappe.plan import as_plan
 from grappe.sites.sbatch import GpuCounts, JobOptions, NodeCount  # noqa: F401 (likewise)

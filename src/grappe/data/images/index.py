@@ -1,8 +1,4 @@
-"""Keeps a listing of images as one .npy file, which is mapped into memory and shared by all processes of a node.
-
-The file (`index_file`) has the entries, where each name ends, and the names. It lies next to the source, or in the
-user's own folder; so does the list of images that cannot be decoded.
-"""
+"""Keeps a listing of images, and those that cannot be decoded, in files next to the source or in the user's folder."""
 
 from __future__ import annotations
 
