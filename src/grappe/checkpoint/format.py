@@ -60,13 +60,11 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     Raises:
         RunError: the folder is a link.
     """
-    steps = list[int]()
+    steps = list[int]()  # whose folders have one name each
     with contextlib.suppress(OSError):
         steps = [int(match[1]) for match in map(STEP.fullmatch, files.names(folder, files.IN_RUN)) if match]
     checkpoints = (Checkpoint(folder=step_folder(folder, step), step=step) for step in sorted(set(steps), reverse=True))
-    return [
-        checkpoint for checkpoint in checkpoints if files.kind(checkpoint.folder) == "folder"
-    ]  # a step has one name
+    return [checkpoint for checkpoint in checkpoints if files.kind(checkpoint.folder) == "folder"]
 
 
 def latest(folder: Path, run: str = "") -> Checkpoint | None:

@@ -22,7 +22,6 @@ from grappe.data.batch import (
     ExactPieces,
     Microbatch,
     SampleIds,
-    as_weights,
     counts_of,
     divided,
     inside,
@@ -359,9 +358,9 @@ class BatchLoader:
             inputs = in_channels_last(inputs)
         if self._kind == torch.float64:
             inputs, targets = in_float64((inputs, targets))
-        weights = None
-        if self._counts:
-            weights = as_weights(counts_of(self._task, targets), self._kind, counted=len(ids) > 0)
+        weights, kind = counts_of(self._task, targets) if self._counts else None, self._kind
+        if weights is not None:  # zeros for a row of padding
+            weights = tree_map(lambda each: each.to(kind) if len(ids) else torch.zeros_like(each, dtype=kind), weights)
         padding = 0 if len(ids) else 1
         if self._world.domain is not None:
             inputs, targets = cut_batch(self._task, inputs, targets)

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from grappe.launch.rank import ProcessRank
-from grappe.launch.world import own_cores
 from grappe.plan import Plan
 from grappe.profiling.phases import COMMUNICATION, DATA, IN_A_STEP
 
@@ -44,16 +42,6 @@ class Cost(NamedTuple):
     seconds: float
     waits: float
     """The share of it that is spent waiting for data."""
-
-
-def before_measuring(plan: Plan, process: ProcessRank, device: str) -> Loading:
-    """Returns the way to load that a training begins with."""
-    kind: Kind = "threads" if plan.loading == "threads" else "processes"
-    if plan.workers is not None:
-        return Loading(kind=kind, workers=plan.workers)
-    available = own_cores(process)
-    # Training on a CPU needs the cores itself; with a GPU the cores only load data.
-    return Loading(kind=kind, workers=min(FIRST, available - 1 if device == "cuda" else available // 4))
 
 
 def kinds_of(plan: Plan, *, keyed: bool) -> tuple[Kind, ...]:

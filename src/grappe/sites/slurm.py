@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from grappe.errors import GrappeError, UsageError, nearest
 from grappe.launch import command
@@ -237,18 +238,17 @@ SINFO_FORMAT = "%P|%c|%m|%G|%l|%D|%s"
 MODEL = re.compile(r"[\w.-]*", re.ASCII)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PartitionRow:
+class PartitionRow(NamedTuple):
     """Nodes of one kind in one partition."""
 
     partition: str
     default: bool
     cores: int
     megabytes: int
+    nodes: int
     gpus: int
     model: str
     hours: float | None
-    nodes: int
     most_nodes: int | None
     """Largest number of nodes of a job; None if there is no limit."""
 
@@ -262,23 +262,13 @@ def rows(text: str) -> list[PartitionRow]:
             continue
         name, cores, megabytes, gres, limit, nodes, job_size = parts
         numbers = [re.match(r"\d{1,9}", text, re.ASCII) for text in (cores, megabytes, nodes)]
-        gpus, model = _gpus(gres)
-        if not all(numbers) or not PARTITION.fullmatch(name.rstrip("*")) or not MODEL.fullmatch(model):
+        partition, (gpus, model) = name.rstrip("*"), _gpus(gres)
+        if not all(numbers) or not PARTITION.fullmatch(partition) or not MODEL.fullmatch(model):
             continue
-        values = [int(match[0]) for match in numbers if match]
-        partitions.append(
-            PartitionRow(
-                partition=name.rstrip("*"),
-                default=name.endswith("*"),
-                cores=values[0],
-                megabytes=values[1],
-                gpus=gpus,
-                model=model,
-                hours=_hours(limit),
-                nodes=values[2],
-                most_nodes=int(match[1]) if (match := re.search(r"(\d{1,9})$", job_size, re.ASCII)) else None,
-            )
-        )
+        own_cores, memory, count = (int(match[0]) for match in numbers if match)
+        most = re.search(r"(\d{1,9})$", job_size, re.ASCII)
+        limits = _hours(limit), int(most[1]) if most else None
+        partitions.append(PartitionRow(partition, name.endswith("*"), own_cores, memory, count, gpus, model, *limits))
     return partitions
 
 

@@ -211,7 +211,24 @@ def _fetch_file(download: Download, folder: Path, show: Callable[[str], None], s
                 "It was removed. Try once more; if it comes again, the address serves something else now"
             )
         if download.members:
-            take_out(archive, download, partial.parent)
+            missing = dict(download.members)
+            try:
+                with tarfile.open(fileobj=archive, mode="r:*") as tar:
+                    for member in tar:
+                        if not member.isreg() or missing.get(member.name) != member.size:
+                            continue
+                        stream = tar.extractfile(member)
+                        assert stream is not None
+                        target = partial.parent / member.name
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        files.replace(target, stream.read(), durable=True)
+                        del missing[member.name]
+            except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+                raise DataError(f"{download.url}: it cannot be unpacked: {error}") from None
+            if missing:
+                raise DataError(
+                    f"{download.url}: it has no {next(iter(missing))} of {next(iter(missing.values())):,} bytes"
+                )
             files.remove(partial)
         else:
             files.rename(partial, partial.with_name(name))
@@ -244,27 +261,3 @@ def _size(file: Path) -> int | None:
 
 def _name(download: Download) -> str:
     return PurePosixPath(urlsplit(download.url).path).name
-
-
-def take_out(archive: BinaryIO, download: Download, place: Path) -> None:
-    """Writes the members of a tar archive below `place`, each whole or not at all.
-
-    Raises:
-        DataError: it is no such archive, or lacks a member of that name and size.
-    """
-    missing = dict(download.members)
-    try:
-        with tarfile.open(fileobj=archive, mode="r:*") as tar:
-            for member in tar:
-                if not member.isreg() or missing.get(member.name) != member.size:
-                    continue
-                stream = tar.extractfile(member)
-                assert stream is not None
-                target = place / member.name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                files.replace(target, stream.read(), durable=True)
-                del missing[member.name]
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{download.url}: it cannot be unpacked: {error}") from None
-    if missing:
-        raise DataError(f"{download.url}: it has no {next(iter(missing))} of {next(iter(missing.values())):,} bytes")
