@@ -1,4 +1,4 @@
-"""Reads named tensors one at a time, from files or from memory; each process reads only the parts that it needs."""
+"""Reads named tensors one at a time, each process its own parts; rounds them as an exported program may store them."""
 
 from __future__ import annotations
 

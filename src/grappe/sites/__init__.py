@@ -57,15 +57,15 @@ def find(name: str) -> Site:
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise UsageError(f"{file} is not a regular file: a site is a TOML file")
-            text = os.read(handle, LARGEST + 1)
+            raw = os.read(handle, LARGEST + 1)
         finally:
             os.close(handle)
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from error
-    if len(text) > LARGEST:
+    if len(raw) > LARGEST:
         raise UsageError(f"{file} has more than {LARGEST:,} bytes, and a site's file a few thousand at most")
     try:
-        content = tomllib.loads(text.decode("utf-8"))
+        content = tomllib.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # ValueError: also of an integer of thousands of digits
         raise UsageError(f"{file}: {error}") from error
     return schema.site(name, content, str(file))

@@ -265,10 +265,10 @@ def rows(text: str) -> list[PartitionRow]:
         partition, (gpus, model) = name.rstrip("*"), _gpus(gres)
         if not all(numbers) or not PARTITION.fullmatch(partition) or not MODEL.fullmatch(model):
             continue
-        own_cores, memory, count = (int(match[0]) for match in numbers if match)
+        each, memory, count = (int(match[0]) for match in numbers if match)
         most = re.search(r"(\d{1,9})$", job_size, re.ASCII)
         limits = _hours(limit), int(most[1]) if most else None
-        partitions.append(PartitionRow(partition, name.endswith("*"), own_cores, memory, count, gpus, model, *limits))
+        partitions.append(PartitionRow(partition, name.endswith("*"), each, memory, count, gpus, model, *limits))
     return partitions
 
 
