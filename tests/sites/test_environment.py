@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grappe.sites.environment import PACKAGE, Packages, options, own_wheel, packages, packed
+from grappe.sites.environment import PACKAGE, Packages, own_wheel, packages, packed
 from grappe.sites.script import FUNCTIONS
 from tests.patience import PATIENCE_SECONDS
 
@@ -19,7 +19,7 @@ WHEEL = packed("grappe", "1.0", {"METADATA": "Metadata-Version: 2.1\nName: grapp
 
 def run(content: Packages, folder: Path, *, node: str, job: str) -> subprocess.CompletedProcess[str]:
     environment = folder / node / f"grappe-{os.getuid()}" / content.key
-    words = ["make_environment", str(environment), "module", sys.executable, *options(content, None)]
+    words = ["make_environment", str(environment), "module", sys.executable, *(["--no-deps"] if content.locked else [])]
     return subprocess.run(
         ["bash", str(folder / "runs" / "run" / "logs" / "job.sh"), *words],
         capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS,

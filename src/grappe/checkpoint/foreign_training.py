@@ -1,14 +1,10 @@
-"""Reads weights and optimizer state that grappe did not write, and matches their names with the model's.
-
-A task gives its model the weights of a local folder by `pretrained`, as transformers and others write it.
-"""
+"""Reads weights and optimizer state that grappe did not write, and matches their names with the model's."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import difflib
-import functools
 import json
 import re
 import zipfile
@@ -143,17 +139,14 @@ def copy_values(matched: Matched, weights: Weights, where: str) -> None:
 
 def differences(missing: Shapes, left: Shapes) -> str:
     """Describes what does not match: names of each side, and for the model's the nearest ones of the file."""
-    pairs = [f"{name} -> {near}" for name in list(missing)[:SHOWN] if (near := _nearest(name, missing[name], left))]
+    pairs = []
+    for name in list(missing)[:SHOWN]:
+        same = [other for other in left if left[other] == missing[name]]  # of the same shape; without one, of any
+        cutoff, candidates = (0.0, same) if same else (0.6, list(left))
+        shown = [printable(other, 80) for other in candidates[:CANDIDATES]]
+        pairs += [f"{name} -> {near}" for near in difflib.get_close_matches(name[:80], shown, 1, cutoff)]
     near = f". Nearest: {some(pairs)}" if pairs else ""
     return f"Missing: {some(missing)}. Left over: {some(left)}{near}"
-
-
-def _nearest(name: str, shape: tuple[int, ...], left: Shapes) -> str:
-    """Returns the most similar name of the same shape; without that shape, a similar name; "" without one."""
-    same = [other for other in left if left[other] == shape]
-    cutoff, candidates = (0.0, same) if same else (0.6, list(left))
-    shown = [printable(other, 80) for other in candidates[:CANDIDATES]]
-    return next(iter(difflib.get_close_matches(name[:80], shown, 1, cutoff)), "")
 
 
 def some(names: Iterable[str]) -> str:
@@ -209,6 +202,12 @@ def read_content(file: Path) -> Any:
     Raises:
         RunError: the file is damaged, or holds more than those.
     """
+    # Harmless besides tensors and plain containers: NumPy's numbers and arrays, and a Namespace.
+    kinds = {type(np.dtype(code)) for code in "?bhilqBHILQefdg"}
+    # The functions that pickle names in a number's place, and in an array's.
+    functions: list[Any] = [value.__reduce__()[0] for value in (np.float64(0), np.zeros(0))]
+    modules = ("numpy._core.multiarray", "numpy.core.multiarray")  # the second one's name is in older files
+    named = [(each, f"{module}.{each.__name__}") for each in functions for module in modules]
     try:
         zipped = zipfile.is_zipfile(file)
         if zipped:
@@ -216,7 +215,7 @@ def read_content(file: Path) -> Any:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise RunError("it is compressed, which torch's own files never are")
         # Mapped, tensors that are not read (the optimizer's state) cost no memory.
-        with torch.serialization.safe_globals(_harmless()):
+        with torch.serialization.safe_globals([argparse.Namespace, np.dtype, np.ndarray, *kinds, *named]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except MemoryError as error:
         raise RunError(f"--from {file}: it needs more memory than the model's weights may: {ALONE}") from error
@@ -227,17 +226,6 @@ def read_content(file: Path) -> Any:
             f"--from {file}: it contains more than weights, or is damaged: {reason[:200]}. Nothing in it was run: "
             f"{ALONE}"
         ) from error
-
-
-@functools.cache
-def _harmless() -> list[Any]:
-    """Lists what torch may make beside tensors and plain containers: NumPy's numbers and arrays, and a Namespace."""
-    kinds = {type(np.dtype(code)) for code in "?bhilqBHILQefdg"}
-    # The functions that pickle names in a number's place, and in an array's.
-    functions: list[Any] = [value.__reduce__()[0] for value in (np.float64(0), np.zeros(0))]
-    modules = ("numpy._core.multiarray", "numpy.core.multiarray")  # the second one's name is in older files
-    named = [(each, f"{module}.{each.__name__}") for each in functions for module in modules]
-    return [argparse.Namespace, np.dtype, np.ndarray, *kinds, *named]
 
 
 def state_dict_of(content: Any, file: Path) -> dict[str, Tensor]:
@@ -337,7 +325,15 @@ def files_of(place: Path, where: str) -> Weights:
     # A file that the user names may be a link, as in transformers' own cache.
     named = [place] if place.is_file() and place.suffix == ".safetensors" else []
     if (place / INDEX).is_file():
-        named = [place / name for name in _indexed(place / INDEX, where)]
+        try:
+            listed = json.loads(files.read_text((place / INDEX).resolve(), levels=1))["weight_map"].values()
+            names = sorted({str(name) for name in listed})
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise TaskError(f"{where}: {INDEX} is not an index of safetensors files: {error}") from error
+        for name in names:
+            if Path(name).name != name or not (place / name).is_file():
+                raise TaskError(f"{where}: {INDEX} names {printable(name, 80)}, which is not in the folder")
+        named = [place / name for name in names]
     elif (place / SINGLE).is_file():
         named = [place / SINGLE]
     if named:
@@ -348,19 +344,6 @@ def files_of(place: Path, where: str) -> Weights:
         f"{where}: it has to be a .safetensors file, or a folder with {SINGLE} or {INDEX}, and {why}: "
         "model.save_pretrained(FOLDER) writes it"
     )
-
-
-def _indexed(file: Path, where: str) -> list[str]:
-    """Returns the names of the files of an index."""
-    try:
-        listed = json.loads(files.read_text(file.resolve(), levels=1))["weight_map"].values()
-        names = sorted({str(name) for name in listed})
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise TaskError(f"{where}: {INDEX} is not an index of safetensors files: {error}") from error
-    for name in names:
-        if Path(name).name != name or not (file.parent / name).is_file():
-            raise TaskError(f"{where}: {INDEX} names {printable(name, 80)}, which is not in the folder")
-    return names
 
 
 def _without(names: Shapes, patterns: Sequence[str]) -> Shapes:
@@ -394,11 +377,6 @@ class Begin:
     steps_per_epoch: int = 0
     engine: str = "native"
     """The engine that will go on."""
-
-    @property
-    def in_the_middle(self) -> bool:
-        """True if the run may begin after step 0."""
-        return self.with_optimizer or bool(self.epochs_done)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -557,27 +535,20 @@ def _check_states(saved: Mapping[str, Any], optimizer: Optimizer, file: Path) ->
         if parameter is None or not isinstance(state, dict):
             raise RunError(f"--with-optimizer --from {file}: its optimizer's state is of no parameter")
         for key, value in state.items():
-            if (why := _unfit(key, value, parameter)) is not None:
+            why = not_plain(value) if isinstance(value, Tensor) else None
+            if not (isinstance(key, str) and key.isidentifier()):
+                why = "no name of an optimizer's state"
+            elif not isinstance(value, Tensor | bool | int | float | None):
+                why = f"of the class {type(value).__name__}"
+            elif why is None and isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                why = (
+                    f"{list(value.shape)}, where the parameter is {list(parameter.shape)}: grappe does not take over a "
+                    "state of another shape, such as a factored one (Adafactor): leave --with-optimizer out"
+                )
+            if why is not None:
                 raise RunError(
                     f"--with-optimizer --from {file}: {printable(str(key), 40)!r} of parameter {number} is {why}"
                 )
-
-
-def _unfit(key: object, value: object, parameter: Tensor) -> str | None:
-    if not (isinstance(key, str) and key.isidentifier()):
-        return "no name of an optimizer's state"
-    if value is None or isinstance(value, bool | int | float):
-        return None
-    if not isinstance(value, Tensor):
-        return f"of the class {type(value).__name__}"
-    if (why := not_plain(value)) is not None:
-        return why
-    if value.dim() and value.shape != parameter.shape:
-        return (
-            f"{list(value.shape)}, where the parameter is {list(parameter.shape)}: grappe does not take over a state "
-            "of another shape, such as a factored one (Adafactor): leave --with-optimizer out"
-        )
-    return None
 
 
 def _epochs_done(content: Mapping[str, Any], begin: Begin) -> tuple[int, tuple[str, ...]]:

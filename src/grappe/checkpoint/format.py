@@ -60,17 +60,11 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     Raises:
         RunError: the folder is a link.
     """
-    checkpoints = []
-    try:
-        names = files.names(folder, files.IN_RUN)
-    except OSError:
-        return []
-    for name in names:
-        if (match := STEP.fullmatch(name)) and files.kind(folder / name) == "folder":
-            step = int(match[1])
-            if name == step_name(step):  # a step has one name
-                checkpoints.append(Checkpoint(folder=folder / name, step=step))
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
+    steps = list[int]()  # whose folders have one name each
+    with contextlib.suppress(OSError):
+        steps = [int(match[1]) for match in map(STEP.fullmatch, files.names(folder, files.IN_RUN)) if match]
+    checkpoints = (Checkpoint(folder=step_folder(folder, step), step=step) for step in sorted(set(steps), reverse=True))
+    return [checkpoint for checkpoint in checkpoints if files.kind(checkpoint.folder) == "folder"]
 
 
 def latest(folder: Path, run: str = "") -> Checkpoint | None:
@@ -120,8 +114,15 @@ def choose(folder: Path, run: str = "", saved: int | None = None) -> Choice:
         run: the id of the run that it should be of; "": any.
         saved: the step of the checkpoint that the run's last start recorded as saved.
     """
-    newest_whole, passed_over = None, list[str]()
+    newest_whole, passed_over, strange = None, list[str](), list[str]()
     checkpoints = list_checkpoints(folder)
+    committed = {checkpoint.folder.name for checkpoint in checkpoints}
+    with contextlib.suppress(OSError):
+        for name in files.names(folder):  # a renamed or linked one may really be the newest
+            if not (name in committed or name.startswith(".") or DAMAGED.fullmatch(name)):
+                shown = name if name.isprintable() else repr(name)
+                what = "is a link" if files.kind(folder / name) == "link" else "is not a checkpoint's name"
+                strange.append(f"{shown} {what}: skipped")
     for checkpoint in checkpoints:
         problem = verify(checkpoint.folder, run)
         if problem is None:
@@ -131,7 +132,7 @@ def choose(folder: Path, run: str = "", saved: int | None = None) -> Choice:
     newest = newest_whole.step if newest_whole else -1
     if saved is not None and saved > newest and all(checkpoint.step != saved for checkpoint in checkpoints):
         passed_over.insert(0, f"{step_name(saved)}, which run.json says was saved, is missing")
-    return Choice(checkpoint=newest_whole, passed_over=(*_strangers(folder, checkpoints), *passed_over))
+    return Choice(checkpoint=newest_whole, passed_over=(*strange, *passed_over))
 
 
 def select(folder: Path, which: int | str | None, *, run: str = "", saved: int | None = None) -> Choice:
@@ -148,7 +149,16 @@ def select(folder: Path, which: int | str | None, *, run: str = "", saved: int |
             raise RunError(f"the last checkpoint of {folder.parent} cannot be read: {choice}. {_others(folder)}")
         return choice
     if which == BEST:
-        return _best(folder, run)
+        checkpoints = list_checkpoints(folder)
+        for checkpoint in checkpoints:
+            if (problem := verify(checkpoint.folder, run)) is not None:
+                raise RunError(
+                    f"{checkpoint.folder} does not verify ({problem}), so the best one is unknown. {_others(folder)}"
+                )
+        best = min(checkpoints, key=validation_loss, default=None)
+        if best is None or validation_loss(best) == math.inf:
+            raise RunError(f"no checkpoint of {folder.parent} has a validation loss. {_others(folder)}")
+        return Choice(checkpoint=best, why=f"best: validation loss {format_number(validation_loss(best))}")
     if not (isinstance(which, int) or (which.isascii() and which.isdecimal() and len(which) < 19)):
         raise RunError(f"--checkpoint={which}: give a step, last or best")
     step = int(which)
@@ -161,19 +171,6 @@ def select(folder: Path, which: int | str | None, *, run: str = "", saved: int |
     return Choice(checkpoint=checkpoint, why="as asked")
 
 
-def _best(folder: Path, run: str) -> Choice:
-    checkpoints = list_checkpoints(folder)
-    for checkpoint in checkpoints:
-        if (problem := verify(checkpoint.folder, run)) is not None:
-            raise RunError(
-                f"{checkpoint.folder} does not verify ({problem}), so the best one is unknown. {_others(folder)}"
-            )
-    best = min(checkpoints, key=validation_loss, default=None)
-    if best is None or validation_loss(best) == math.inf:
-        raise RunError(f"no checkpoint of {folder.parent} has a validation loss. {_others(folder)}")
-    return Choice(checkpoint=best, why=f"best: validation loss {format_number(validation_loss(best))}")
-
-
 def validation_loss(checkpoint: Checkpoint) -> float:
     """Reads the validation loss that a checkpoint was saved with; infinite where there is none."""
     try:
@@ -181,23 +178,6 @@ def validation_loss(checkpoint: Checkpoint) -> float:
     except RunError:
         return math.inf
     return float(loss) if isinstance(loss, float) and math.isfinite(loss) else math.inf
-
-
-def _strangers(folder: Path, checkpoints: list[Checkpoint]) -> list[str]:
-    """Names entries among the checkpoints that are none: a renamed or linked one may really be the newest."""
-    try:
-        names = files.names(folder)
-    except OSError:
-        return []
-    committed = {checkpoint.folder.name for checkpoint in checkpoints}
-    sentences = []
-    for name in names:
-        if name in committed or name.startswith(".") or DAMAGED.fullmatch(name):
-            continue
-        shown = name if name.isprintable() else repr(name)
-        what = "is a link" if files.kind(folder / name) == "link" else "is not a checkpoint's name"
-        sentences.append(f"{shown} {what}: skipped")
-    return sentences
 
 
 def _others(folder: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from grappe.checkpoint.commit import Origin, commit, write_new
@@ -78,7 +78,7 @@ def build(
         check(model)
         if kind == torch.float64:  # before it takes anything over: a float32 would round it
             model.double()
-        if begin is not None and begin.in_the_middle:
+        if begin is not None and (begin.with_optimizer or begin.epochs_done):  # it may begin after step 0
             return _continue(task, model, begin, checkpoints, run)
         notes = "" if begin is None else take_over(model, begin.source)
         _save(model, checkpoints, run)
@@ -182,8 +182,8 @@ def _save(
         raise RunError(f"step {step} could not be saved: {error}: {disk_advice(error)}; then start again") from error
 
 
-def _refuse_other_checkpoints(source: Path) -> None:
-    """Raises RunError if a folder, or a file's, is another tool's, with the way to weights that are read."""
+def _weights_of(source: Path) -> tuple[Weights, str]:
+    """Returns the weights, and a note where an older checkpoint than the newest is taken; else ""."""
     folder = source if source.is_dir() else source.parent
     ways = {
         ".metadata": f"a distributed checkpoint of torch's: python -m torch.distributed.checkpoint.format_utils "
@@ -196,15 +196,9 @@ def _refuse_other_checkpoints(source: Path) -> None:
         f"AutoModel.from_pretrained({str(source)!r}).save_pretrained(FOLDER), then --from FOLDER",
         "hparams.yaml": f"a folder of Lightning's: --from a file in {source / 'checkpoints'}",
     }
-    for name, way in ways.items():
+    for name, way in () if (source / "run.json").is_file() else ways.items():
         if (folder / name).is_file() and (source == folder or name == "adapter_config.json"):
             raise RunError(f"--from {source}: this is {way}")
-
-
-def _weights_of(source: Path) -> tuple[Weights, str]:
-    """Returns the weights, and a note where an older checkpoint than the newest is taken; else ""."""
-    if not (source / "run.json").is_file():
-        _refuse_other_checkpoints(source)
     if not source.is_dir():
         return foreign_weights(source), ""
     if not (source / "checkpoints").is_dir() and not (source / "run.json").is_file():
@@ -230,12 +224,13 @@ def take_over(model: nn.Module, source: Path) -> str:
 
 
 def _limited(work: Callable[[], str], model: nn.Module, source: Path, times: int = 1) -> str:
-    """Calls `work` in a process that shares the model, with at most `times` the memory of the model's weights.
-
-    Raises:
-        RunError: the process needed more.
-    """
-    own = sum(tensor.nbytes for tensor in share_memory(model))
+    """Calls `work` in a process that shares the model, with at most `times` the memory of the model's weights."""
+    own = 0
+    for tensor in named_tensors(model).values():
+        own += tensor.nbytes
+        if tensor.nbytes:  # in memory that forked processes share; not /dev/shm, which is small in many a container
+            shared = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
+            tensor.data = shared.copy_(tensor.detach())
     if source.is_dir():
         tensor_files = source.glob("checkpoints/*/*.safetensors")
         mapped = sum(file.lstat().st_size for file in tensor_files if files.kind(file) == "file")
@@ -281,16 +276,3 @@ def _refusing(source: Path) -> Iterator[None]:
         raise RunError(
             f"--from {source}: it holds no weights that can be read ({kind}: {str(error)[:300]}): {ALONE}"
         ) from error
-
-
-def share_memory(model: nn.Module) -> list[Tensor]:
-    """Moves the model's tensors to memory that forked processes share; returns them.
-
-    Anonymous memory: /dev/shm, where torch would have them, is small in many a container.
-    """
-    tensors = list(named_tensors(model).values())
-    for tensor in tensors:
-        if tensor.nbytes:
-            shared = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
-            tensor.data = shared.copy_(tensor.detach())
-    return tensors

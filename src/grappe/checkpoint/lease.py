@@ -56,9 +56,18 @@ class Lease:
 
     def held_by(self) -> str:
         """Names the living process that holds the lease; "": none."""
-        holder = _holder(self._file)
-        if holder is None or not _lives(holder, self._clock()):
-            return ""
+        holder, me = _holder(self._file), _myself()
+        if holder is None or not abs(self._clock() - holder.beat) < STALE_SECONDS:
+            return ""  # a beat from the future is no sign of life either, nor is NaN
+        if holder.job and holder.job == me["job"] and holder.restart < me["restart"]:
+            return ""  # a job is started again only when its processes are gone
+        if holder.host == me["host"]:
+            try:
+                os.kill(holder.pid, 0)
+            except (ProcessLookupError, OverflowError):
+                return ""
+            except PermissionError:
+                pass  # it lives, and is somebody else's
         return f"process {holder.pid} on {holder.host}{f', job {holder.job}' if holder.job else ''}"
 
     def take(self) -> None:
@@ -130,17 +139,3 @@ def _myself() -> dict[str, Any]:
         "job": os.environ.get("SLURM_JOB_ID", ""),
         "restart": int(os.environ.get("GRAPPE_START") or os.environ.get("SLURM_RESTART_COUNT") or 0),
     }
-
-
-def _lives(holder: Holder, now: float) -> bool:
-    me = _myself()
-    if holder.job and holder.job == me["job"] and holder.restart < me["restart"]:
-        return False  # a job is started again only when its processes are gone
-    if holder.host == me["host"]:
-        try:
-            os.kill(holder.pid, 0)
-        except (ProcessLookupError, OverflowError):
-            return False
-        except PermissionError:
-            pass  # it lives, and is somebody else's
-    return abs(now - holder.beat) < STALE_SECONDS  # a beat from the future is no sign of life either

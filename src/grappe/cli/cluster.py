@@ -89,7 +89,7 @@ def submit(
             complain(f"grappe: warning: {text}")
 
     warned, jobs = set[str](), list[verb.Submitted]()
-    for submitted in verb.submit(submission, show=dry_run, examine=examine):
+    for submitted in verb.submit_all([submission], show=dry_run, examine=examine):
         for text in submitted.warnings:
             if text not in warned:
                 complain(f"grappe: warning: {text}")

@@ -152,17 +152,6 @@ def stored_in(plan: Plan) -> torch.dtype:
     return torch.float64 if plan.precision == "fp64" else torch.float32
 
 
-def as_weights(counts: LossWeights, kind: torch.dtype, *, counted: bool) -> LossWeights:
-    """Returns counts as weights of the type `kind`; zeros unless `counted`, as for a row of padding."""
-    if isinstance(counts, Mapping):
-        return {name: _as_weights(each, kind, counted) for name, each in counts.items()}
-    return None if counts is None else _as_weights(counts, kind, counted)
-
-
-def _as_weights(counts: Tensor, kind: torch.dtype, counted: bool) -> Tensor:
-    return counts.to(kind) if counted else torch.zeros_like(counts, dtype=kind)
-
-
 def divided(
     micros: tuple[Microbatch, ...], samples: int, exact: ExactPieces | None, group: Any
 ) -> tuple[float | Tensor, tuple[Microbatch, ...]]:

@@ -97,7 +97,22 @@ def idx(path: Path, inner: tuple[int, ...] | None = None, most: int = MOST_SAMPL
     """
     raw = _bytes_of(path)
     if raw[:2].tobytes() == _GZIP:
-        raw = _gunzipped(raw, path, inner, most)
+        stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+        try:
+            out = stream.decompress(raw.data, 4 + 4 * _MOST_DIMENSIONS)
+            shape, start = _idx_header(np.frombuffer(out, np.uint8), path, inner)
+            if math.prod(shape) > most * math.prod(inner or (1,)):
+                raise _damaged(path, f"its header, {_dims(shape)}, asks for more than {most:,} samples")
+            left = start + math.prod(shape) - len(out)
+            if left >= 0:  # at most one byte more than the header announces
+                out += stream.decompress(stream.unconsumed_tail, min(left + 1, sys.maxsize))
+        except zlib.error as error:
+            raise _damaged(path, f"it cannot be unzipped: {error}") from None
+        if stream.eof and stream.unused_data:
+            raise _damaged(path, f"{len(stream.unused_data)} trailing bytes after its gzip stream")
+        if not stream.eof and len(out) <= start + math.prod(shape):
+            raise _damaged(path, f"truncated: its gzip stream stops after {len(out)} bytes, before its end")
+        raw = np.frombuffer(bytearray(out), np.uint8)  # torch warns of arrays that it may not write to
     shape, start = _idx_header(raw, path, inner)
     size = start + math.prod(shape)
     if raw.size != size:
@@ -204,26 +219,6 @@ def _idx_header(raw: NDArray[np.uint8], path: Path, inner: tuple[int, ...] | Non
     if inner is not None and shape[1:] != inner:
         raise _damaged(path, f"expected images, N x {_dims(inner)}, found {_dims(shape)}")
     return shape, start
-
-
-def _gunzipped(raw: NDArray[np.uint8], path: Path, inner: tuple[int, ...] | None, most: int) -> NDArray[np.uint8]:
-    """Unpacks a gzip file of IDX, at most one byte more than its inner header announces."""
-    stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
-    try:
-        out = stream.decompress(raw.data, 4 + 4 * _MOST_DIMENSIONS)
-        shape, start = _idx_header(np.frombuffer(out, np.uint8), path, inner)
-        if math.prod(shape) > most * math.prod(inner or (1,)):
-            raise _damaged(path, f"its header, {_dims(shape)}, asks for more than {most:,} samples")
-        left = start + math.prod(shape) - len(out)
-        if left >= 0:
-            out += stream.decompress(stream.unconsumed_tail, min(left + 1, sys.maxsize))
-    except zlib.error as error:
-        raise _damaged(path, f"it cannot be unzipped: {error}") from None
-    if stream.eof and stream.unused_data:
-        raise _damaged(path, f"{len(stream.unused_data)} trailing bytes after its gzip stream")
-    if not stream.eof and len(out) <= start + math.prod(shape):
-        raise _damaged(path, f"truncated: its gzip stream stops after {len(out)} bytes, before its end")
-    return np.frombuffer(bytearray(out), np.uint8)  # torch warns of arrays that it may not write to
 
 
 def _bytes_of(path: Path) -> NDArray[np.uint8]:

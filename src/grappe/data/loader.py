@@ -22,7 +22,6 @@ from grappe.data.batch import (
     ExactPieces,
     Microbatch,
     SampleIds,
-    as_weights,
     counts_of,
     divided,
     inside,
@@ -153,8 +152,20 @@ class BatchLoader:
             for part in self.slices(start, stop):
                 yield self._batch(part, self._gathered)
             return
-        if self.stream is not None:
-            yield from self._streamed(self.stream, start, stop)
+        if (stream := self.stream) is not None:
+            if stream.step < 0:
+                self.begin_stream(start)
+            assert stream.step == start, f"the stream is at step {stream.step}, not {start}"
+            ranks = self._world.gather(self._world.data_rank)
+            for part in self.slices(start, stop):
+                rows = stream.rows([self._bounds(part.samples, rank) for rank in ranks])
+                place = {number: row for row, number in enumerate(part.ids.tolist())}
+                yield self._batch(
+                    part,
+                    lambda ids, rows=rows, place=place: stream.collate(
+                        [rows[place[n]] for n in ids.tolist() if n in place] or rows[:1]
+                    ),
+                )
             return
         source, read_whole = self._begun(start, stop), self.collates_whole
         exhausted = False
@@ -174,21 +185,6 @@ class BatchLoader:
         """Begins to read the stream at step `start`, from where a checkpoint says it was. Collective."""
         assert self.stream is not None
         self.stream.begin(start, (part.samples for part in self.slices(start, _ENDLESS)), saved)
-
-    def _streamed(self, stream: StreamBatches, start: int, stop: int) -> Iterator[Batch]:
-        if stream.step < 0:
-            self.begin_stream(start)
-        assert stream.step == start, f"the stream is at step {stream.step}, not {start}"
-        ranks = self._world.gather(self._world.data_rank)
-        for part in self.slices(start, stop):
-            rows = stream.rows([self._bounds(part.samples, rank) for rank in ranks])
-            place = {number: row for row, number in enumerate(part.ids.tolist())}
-            yield self._batch(
-                part,
-                lambda ids, rows=rows, place=place: stream.collate(
-                    [rows[place[n]] for n in ids.tolist() if n in place] or rows[:1]
-                ),
-            )
 
     def rehearsed(self, step: int = 0, *, apart: bool = False) -> Iterator[Batch]:
         """The batch of a step, loaded by this process: no workers are started for one. Collective.
@@ -346,8 +342,13 @@ class BatchLoader:
         return None if self._arrays is not None else self.sources.loading
 
     def _microbatch(self, part: StepSlice, place: BatchRows, ids: np.ndarray, inputs: Any, targets: Any) -> Microbatch:
-        if self._arrays is None:
-            inputs, targets = self._to_device((inputs, targets))
+        if self._arrays is None and self._world.device.type != "cpu":
+            if self.phase is not None:
+                self.phase(TRANSFER)
+            # On a GPU the phase is the time that kernels wait for the copy, not the time that both overlap.
+            inputs, targets = copies_to(self._world.device)((inputs, targets))
+            if self.phase is not None:
+                self.phase(DATA)
         # Evaluations draw the same, so that losses can be compared.
         epoch = part.epoch if self._training else -1
         drawn_for = SampleIds(self.order.seed, epoch, part.padded(ids))
@@ -357,9 +358,9 @@ class BatchLoader:
             inputs = in_channels_last(inputs)
         if self._kind == torch.float64:
             inputs, targets = in_float64((inputs, targets))
-        weights = None
-        if self._counts:
-            weights = as_weights(counts_of(self._task, targets), self._kind, counted=len(ids) > 0)
+        weights, kind = counts_of(self._task, targets) if self._counts else None, self._kind
+        if weights is not None:  # zeros for a row of padding
+            weights = tree_map(lambda each: each.to(kind) if len(ids) else torch.zeros_like(each, dtype=kind), weights)
         padding = 0 if len(ids) else 1
         if self._world.domain is not None:
             inputs, targets = cut_batch(self._task, inputs, targets)
@@ -369,18 +370,6 @@ class BatchLoader:
         keys = sent(torch.from_numpy(sample_keys(*samples)), device)
         with inside(samples):
             return augment(self._task, inputs, targets, keys, training=self._training)
-
-    def _to_device(self, batch: Any) -> Any:
-        device = self._world.device
-        if device.type == "cpu":
-            return batch
-        if self.phase is not None:
-            self.phase(TRANSFER)
-        # On a GPU the phase is the time that kernels wait for the copy, not the time that both overlap.
-        moved = copies_to(device)(batch)
-        if self.phase is not None:
-            self.phase(DATA)
-        return moved
 
 
 @contextlib.contextmanager
@@ -447,11 +436,11 @@ def evaluated_at_once(plan: Plan, batch_size: int) -> int:
 
 def in_channels_last(inputs: Any) -> Any:
     """Returns inputs whose images, of shape (n, channels, height, width), are laid out channels last."""
-    return tree_map(_channels_last, inputs)
 
+    def laid_out(leaf: Any) -> Any:
+        image = isinstance(leaf, Tensor) and leaf.dim() == 4
+        if image and (leaf.is_floating_point() or leaf.dtype == torch.uint8):
+            return leaf.contiguous(memory_format=torch.channels_last)
+        return leaf
 
-def _channels_last(leaf: Any) -> Any:
-    image = isinstance(leaf, Tensor) and leaf.dim() == 4
-    if image and (leaf.is_floating_point() or leaf.dtype == torch.uint8):
-        return leaf.contiguous(memory_format=torch.channels_last)
-    return leaf
+    return tree_map(laid_out, inputs)

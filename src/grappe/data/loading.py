@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from grappe.launch.rank import ProcessRank
-from grappe.launch.world import own_cores
 from grappe.plan import Plan
 from grappe.profiling.phases import COMMUNICATION, DATA, IN_A_STEP
 
@@ -44,16 +42,6 @@ class Cost(NamedTuple):
     seconds: float
     waits: float
     """The share of it that is spent waiting for data."""
-
-
-def before_measuring(plan: Plan, process: ProcessRank, device: str) -> Loading:
-    """Returns the way to load that a training begins with."""
-    kind: Kind = "threads" if plan.loading == "threads" else "processes"
-    if plan.workers is not None:
-        return Loading(kind=kind, workers=plan.workers)
-    available = own_cores(process)
-    # Training on a CPU needs the cores itself; with a GPU the cores only load data.
-    return Loading(kind=kind, workers=min(FIRST, available - 1 if device == "cuda" else available // 4))
 
 
 def kinds_of(plan: Plan, *, keyed: bool) -> tuple[Kind, ...]:
@@ -171,8 +159,6 @@ class Tuner:
         self._seconds, self._steps = seconds, 0
         self._began = 0.0
         self._before: tuple[int, Sequence[float]] = (0, ())
-        self.done = False
-        """Whether the quickest way is known."""
 
     def step(self) -> Loading | None:
         """Counts a step; returns another way to load when the steps to come are to have one."""
@@ -183,16 +169,14 @@ class Tuner:
             return None
         if time.perf_counter() - self._began < self._seconds:
             return None
-        before, self._steps = self._now, 0
-        try:
-            self._now = self._search.send(self._cost())
-        except StopIteration as end:
-            self._now, self.done = end.value, True
-            self._chosen(self._now)
-        return self._now if self._now != before else None
-
-    def _cost(self) -> Cost:
         (first, earlier), (last, now) = self._before, self._spent()
         spent = [after - then for after, then in zip(now, earlier, strict=True)][: len(IN_A_STEP)]
         total = sum(spent) - (spent[COMMUNICATION] if self._on_cpu else 0.0)
-        return Cost(seconds=total / max(1, last - first), waits=spent[DATA] / (total or 1.0))
+        cost = Cost(seconds=total / max(1, last - first), waits=spent[DATA] / (total or 1.0))
+        before, self._steps = self._now, 0
+        try:
+            self._now = self._search.send(cost)
+        except StopIteration as end:
+            self._now = end.value
+            self._chosen(self._now)
+        return self._now if self._now != before else None

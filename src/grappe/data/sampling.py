@@ -86,7 +86,17 @@ class DrawnSamples:
         others = (sampling.weights, sampling.classes, sampling.lengths, sampling.samples)
         if self._copies > 1 and any(column is not None for column in others):
             raise TaskError("sampling(): copies cannot be combined with weights, classes, lengths or samples")
-        weights = _weights(sampling, length)
+        if sampling.weights is not None and sampling.classes is not None:
+            raise TaskError("sampling(): give weights or classes, not both")
+        weights: NDArray[np.float64] | None = None
+        if sampling.classes is not None:
+            column = _column("classes", sampling.classes, length)
+            _, places, counts = np.unique(column, return_inverse=True, return_counts=True)
+            weights = 1.0 / counts[places]
+        elif sampling.weights is not None:
+            weights = _column("weights", sampling.weights, length).astype(np.float64)
+            if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.sum() > 0):
+                raise TaskError("sampling(): weights must be finite and not negative, and some above 0")
         self._lengths = None if sampling.lengths is None else _column("lengths", sampling.lengths, length)
         if weights is None and self.samples != length:
             weights = np.ones(length)
@@ -174,21 +184,6 @@ class DrawnSamples:
         if full:
             batches = batches[permute(np.arange(full), key=key, length=full)]
         return ids[np.concatenate([np.sort(batches, axis=1).ravel(), short])]
-
-
-def _weights(sampling: Sampling, length: int) -> NDArray[np.float64] | None:
-    if sampling.weights is not None and sampling.classes is not None:
-        raise TaskError("sampling(): give weights or classes, not both")
-    if sampling.classes is not None:
-        column = _column("classes", sampling.classes, length)
-        _, places, counts = np.unique(column, return_inverse=True, return_counts=True)
-        return 1.0 / counts[places]
-    if sampling.weights is None:
-        return None
-    weights = _column("weights", sampling.weights, length).astype(np.float64)
-    if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.sum() > 0):
-        raise TaskError("sampling(): weights must be finite and not negative, and some above 0")
-    return weights
 
 
 def _column(name: str, values: Any, length: int) -> NDArray[Any]:

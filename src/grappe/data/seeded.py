@@ -78,7 +78,13 @@ class SeededDataset(Dataset[Any]):
                 key = mix(self.seed, epoch, index)
                 seed_generators(key)
                 for number, generator in enumerate(self._generators):
-                    seed_own(generator, mix(key, number))
+                    own = mix(key, number)
+                    if isinstance(generator, torch.Generator):
+                        generator.manual_seed(own)
+                    elif isinstance(generator, np.random.Generator):
+                        generator.bit_generator.state = type(generator.bit_generator)(own).state
+                    else:
+                        generator.seed(own >> 31 if isinstance(generator, np.random.RandomState) else own)
                 samples.append(self._sample(index))
         return samples
 
@@ -213,18 +219,6 @@ def own_generators(dataset: Any) -> list[Any]:
         elif not isinstance(each, NOT_SEARCHED):
             left += list(getattr(each, "__dict__", {}).values())
     return generators
-
-
-def seed_own(generator: Any, key: int) -> None:
-    """Seeds a generator of a dataset's own from a key of 63 bits."""
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(key)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(key).state
-    elif isinstance(generator, np.random.RandomState):
-        generator.seed(key >> 31)
-    else:
-        generator.seed(key)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from grappe.data.collate import collated, explained, is_half_free
 from grappe.data.device_copy import is_dense, page_locked
-from grappe.data.loading import Loading, Spent, Tuner, before_measuring, kinds_of, record, recorded
+from grappe.data.loading import FIRST, Kind, Loading, Spent, Tuner, kinds_of, record, recorded
 from grappe.data.seeded import SeededDataset
 from grappe.errors import DataError, GrappeError, PlanError, TaskError
 from grappe.launch.fork import end_with_parent, parents_garbage_spared
@@ -184,7 +184,10 @@ class Sources:
         self._note: Callable[[Loading], None] = lambda loading: None
         self.like: Sources | None = None
         """Sources of another loader, as which this one loads from the next pass on if the dataset allows it."""
-        self.loading = before_measuring(plan, world.process, self._device)
+        # Training on a CPU needs the cores itself; with a GPU the cores only load data.
+        few = min(FIRST, self._cores - 1 if self._device == "cuda" else self._cores // 4)
+        kind: Kind = "threads" if plan.loading == "threads" else "processes"
+        self.loading = Loading(kind=kind, workers=few if plan.workers is None else plan.workers)
         self.tuned = False
         """Whether the way to load was found by measuring, by this start or an earlier one."""
 
@@ -212,7 +215,7 @@ class Sources:
         loading = None if self._tuner is None else self._tuner.step()
         if loading is None:
             return False
-        if self._tuner is not None and not self._tuner.done:
+        if self._tuner is not None:  # else the quickest way is known
             self._note(self.loading)  # what works is known if the next way ends the training
         return self._load_as(loading)
 

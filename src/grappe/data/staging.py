@@ -89,8 +89,20 @@ def _checked_places(source: Path, to: Path) -> tuple[Path, Path]:
 
 def _copied(source: Path, to: Path, report: Callable[[int, int], None] | None) -> Staged:
     """Copies what is missing; without `report` only says what that is."""
-    sources, record = _files(source), to / f".{source.name}.staged.json"
-    recorded = _recorded_names(record)
+    if not source.exists():
+        raise DataError(f"{source}: there is no such file or folder")
+    sources, record = dict[str, Facts](), to / f".{source.name}.staged.json"
+    for place in (*_walk(source), *filter(Path.is_file, _sidecars(source))):
+        if not place.is_file():
+            raise DataError(f"{printable(place)} is not a file: it cannot be staged")
+        sources[str(place.relative_to(source.parent))] = facts_of(place)
+    recorded: set[str] | None = set()  # the files that a copy has begun with; None: there was none
+    try:
+        recorded = msgspec.json.decode(files.read_bytes(record), type=set[str])
+    except FileNotFoundError:
+        recorded = None
+    except (OSError, msgspec.DecodeError, RecursionError):
+        pass
     missing = {name: facts for name, facts in sources.items() if recorded is None or not _is_there(to / name, facts)}
     total, needed = (sum(size for size, _ in some.values()) for some in (sources, missing))
     staged = Staged(place=to / source.name, files=len(sources), bytes=total, copied=len(missing))
@@ -115,22 +127,6 @@ def _copied(source: Path, to: Path, report: Callable[[int, int], None] | None) -
             _, time = facts_of(source / Path(folder).relative_to(to / source.name))
             os.utime(folder, ns=(time, time))
     return staged
-
-
-def _files(source: Path) -> dict[str, Facts]:
-    """Lists the source's files, and files next to it that belong to it, by their names below its own folder.
-
-    Raises:
-        DataError: it is missing, or has something that is no file.
-    """
-    if not source.exists():
-        raise DataError(f"{source}: there is no such file or folder")
-    sources = {}
-    for place in (*_walk(source), *filter(Path.is_file, _sidecars(source))):
-        if not place.is_file():
-            raise DataError(f"{printable(place)} is not a file: it cannot be staged")
-        sources[str(place.relative_to(source.parent))] = facts_of(place)
-    return sources
 
 
 def _sidecars(source: Path) -> list[Path]:
@@ -197,11 +193,7 @@ def _is_unfinished(path: Path, to: Path, names: set[str]) -> bool:
 
 
 def _copy(source: Path, place: Path, facts: Facts) -> None:
-    """Copies a file, and reads the copy: it is there whole and right, or not at all.
-
-    Raises:
-        DataError: the file changes while it is copied, or the copy reads otherwise.
-    """
+    """Copies a file, and reads the copy: it is there whole and right, or not at all."""
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = place.with_name(f".{place.name}.{secrets.token_hex(4)}{_UNFINISHED}")
     digest = xxhash.xxh3_128()
@@ -229,13 +221,3 @@ def _hash(file: Path) -> str:
         with contextlib.suppress(OSError, AttributeError):  # from the disk, where the system can be asked to
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
-
-
-def _recorded_names(record: Path) -> set[str] | None:
-    """Reads which files a copy has begun with; None: there was none."""
-    try:
-        return msgspec.json.decode(files.read_bytes(record), type=set[str])
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError, RecursionError):
-        return set()

@@ -23,14 +23,7 @@ from torch import Tensor, nn
 
 from grappe.data.batch import BatchRows, InModel
 from grappe.data.draw import mix
-from grappe.private_api.torch import (
-    call_in_mode,
-    intercept,
-    is_shard_or_traced,
-    replace_recurrent,
-    set_intercepting,
-    tree_leaves,
-)
+from grappe.private_api import torch as private
 from grappe.rows.context import NOW
 from grappe.rows.draws import pass_over, words_each
 from grappe.rows.tensor import Rows
@@ -106,12 +99,12 @@ def whole_batch_draws(rows: BatchRows | None) -> Iterator[None]:
         _registered()
     before, InModel.place = InModel.place, rows
     columns, _Now.columns = _Now.columns, None
-    was_on = set_intercepting(rows is not None)
+    was_on = private.set_intercepting(rows is not None)
     try:
         yield
     finally:
         InModel.place, _Now.columns = before, columns
-        set_intercepting(was_on)
+        private.set_intercepting(was_on)
 
 
 def enter_split_layers(output: Tensor, rank: int, processes: int) -> None:
@@ -146,7 +139,7 @@ def _registered() -> Any:
     """Registers the functions that run instead of torch's operators inside whole_batch_draws."""
     draw_outside_cudnn()
     kinds = {_filled: FILLS, _own: OWN, _native_dropout: DROPOUTS, _fused: FUSED}
-    return intercept({name: _around(function) for function, names in kinds.items() for name in names})
+    return private.intercept({name: _around(function) for function, names in kinds.items() for name in names})
 
 
 def _around(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
@@ -154,7 +147,7 @@ def _around(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]
 
     def made(operator: Any) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
-            was_on = set_intercepting(False)
+            was_on = private.set_intercepting(False)
             try:
                 if type(arguments[0]) is Rows:  # which draws for all rows: of the batch, or of the samples
                     if NOW.context.exchanges:
@@ -162,7 +155,7 @@ def _around(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]
                     return operator(*arguments, **options)
                 return function(operator, *arguments, **options)
             finally:
-                set_intercepting(was_on)
+                private.set_intercepting(was_on)
 
         return run
 
@@ -170,11 +163,11 @@ def _around(function: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]
 
 
 def _intercepted(operator: Any, *arguments: Any, **options: Any) -> Any:
-    was_on = set_intercepting(True)
+    was_on = private.set_intercepting(True)
     try:
-        return call_in_mode(operator, arguments, options)
+        return private.call_in_mode(operator, arguments, options)
     finally:
-        set_intercepting(was_on)
+        private.set_intercepting(was_on)
 
 
 # ---- Operators that draw for rows --------------------------------------------------------------------------
@@ -192,7 +185,9 @@ def _filled(operator: Any, tensor: Tensor, *arguments: Any, generator: Any = Non
         return operator(tensor, *arguments, generator=generator, **options)
     part = _part(tensor, rows)
     if part is None:
-        if tensor.numel() == 1 and not _is_seed(operator, *arguments):
+        # A single integer of 24 bits or more seeds other draws.
+        draws_integer, most = operator.overloadpacket is torch.ops.aten.random_, arguments[-1] if arguments else None
+        if tensor.numel() == 1 and not (draws_integer and (most is None or most >= 1 << 24)):
             return operator(tensor, *arguments, **options)
         with _own_stream(operator, tensor, rows):
             return operator(tensor, *arguments, **options)
@@ -229,12 +224,6 @@ def _spread(chances: Tensor, drawn: Tensor, part: _Kept) -> Tensor:
     return torch.empty_like(drawn, dtype=chances.dtype).copy_(chances)
 
 
-def _is_seed(operator: Any, *arguments: Any) -> bool:
-    """Returns whether a single number that is drawn seeds other draws: an integer of 24 bits or more."""
-    most = arguments[-1] if arguments else None
-    return operator.overloadpacket is torch.ops.aten.random_ and (most is None or most >= 1 << 24)
-
-
 DROPOUTS = ("native_dropout",)
 """Dropout on a GPU."""
 
@@ -263,7 +252,7 @@ def draw_outside_cudnn() -> None:
     # Their weights are apart then, and under FSDP2, which is right here.
     warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
     if torch.cuda.device_count():  # which does not initialise CUDA: this process may fork
-        replace_recurrent(_by_layer)
+        private.replace_recurrent(_by_layer)
 
 
 def _by_layer(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -363,7 +352,7 @@ def _torchs_own(tensor: Tensor, generator: Any) -> BatchRows | None:
             OWN_DRAWS.add("torch.Generator")
         return None
     _Now.intercepted += 1
-    return rows if _is_plain(tensor) or not is_shard_or_traced(tensor) else None
+    return rows if _is_plain(tensor) or not private.is_shard_or_traced(tensor) else None
 
 
 def _all_here(rows: BatchRows) -> bool:
@@ -467,7 +456,7 @@ def noting_own_kernels(operator: Any, arguments: Any) -> Iterator[None]:
 
     A kernel that draws from torch's generator by itself, as flash-attn's does, cannot be intercepted.
     """
-    tensor = next((leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), None)
+    tensor = next((leaf for leaf in private.tree_leaves(arguments) if isinstance(leaf, Tensor)), None)
     rows = InModel.place
     if tensor is None or rows is None or _all_here(rows) or getattr(operator, "namespace", "") == "aten":
         yield

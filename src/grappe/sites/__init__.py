@@ -53,32 +53,22 @@ def find(name: str) -> Site:
         )
     file = files_by_name[name]
     try:
-        content = tomllib.loads(_text(file))
-    except (ValueError, RecursionError) as error:  # ValueError: also of an integer of thousands of digits
-        raise UsageError(f"{file}: {error}") from error
-    return schema.site(name, content, str(file))
-
-
-def _text(file: Path) -> str:
-    """The text of a site's file.
-
-    Raises:
-        UsageError: it is no regular file, too large, or cannot be read.
-        UnicodeDecodeError: it is no text in UTF-8.
-    """
-    try:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is not waited for
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise UsageError(f"{file} is not a regular file: a site is a TOML file")
-            content = os.read(handle, LARGEST + 1)
+            raw = os.read(handle, LARGEST + 1)
         finally:
             os.close(handle)
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from error
-    if len(content) > LARGEST:
+    if len(raw) > LARGEST:
         raise UsageError(f"{file} has more than {LARGEST:,} bytes, and a site's file a few thousand at most")
-    return content.decode("utf-8")
+    try:
+        content = tomllib.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # ValueError: also of an integer of thousands of digits
+        raise UsageError(f"{file}: {error}") from error
+    return schema.site(name, content, str(file))
 
 
 def current(environment: Mapping[str, str] = os.environ) -> str:

@@ -1,8 +1,4 @@
-"""Judges what suits a site badly: where a job's files lie, by its storage, and a plan's precision, by its GPUs.
-
-Storage has quotas, removes files with age, or cannot be written by jobs. A GPU's generation is NVIDIA's compute
-capability.
-"""
+"""Judges what suits a site badly: where a job's files lie, by its storage, and a plan's precision, by its GPUs."""
 
 from __future__ import annotations
 

@@ -7,9 +7,8 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import io
-import shlex
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from grappe.errors import UsageError
@@ -60,23 +59,6 @@ def packages(wheel: tuple[str, bytes], requirements: list[str], depends: list[st
     content_key = "\n".join([*depends, text, hashlib.sha256(content).hexdigest()])
     key = hashlib.sha256(content_key.encode()).hexdigest()[:12]
     return Packages(files={name: content, REQUIREMENTS: text.encode()}, key=key, locked=locked)
-
-
-def place(local: str, key: str) -> str:
-    """Returns the environment's folder on a node, for use between double quotes in bash."""
-    return f"{local or '${TMPDIR:-/tmp}'}/grappe-$UID/{key}"
-
-
-def options(content: Packages, wheels: Path | None) -> Iterator[str]:
-    """Yields the options of pip for the packages, quoted for bash.
-
-    Args:
-        wheels: a folder of wheels besides the site's.
-    """
-    if wheels is not None:
-        yield f"--find-links {shlex.quote(str(wheels))}"
-    if content.locked:
-        yield "--no-deps"
 
 
 PACKAGE = Path(__file__).parents[1]

@@ -193,22 +193,19 @@ def options(job: JobOptions) -> tuple[str, ...]:
         raise UsageError("--mem and --mem-per-cpu mean the same: give one of them")
     if job.mail_user:
         checked.append("--mail-type=END,FAIL,REQUEUE")
-    return (*checked, *map(_other, job.sbatch))
-
-
-def _other(text: str) -> str:
-    read = OPTION.fullmatch(text)
-    if read is None:
-        raise UsageError(
-            f"--sbatch {text!r}: write one option of sbatch as '--name=value', without spaces and quotes in it"
-        )
-    name, value = read[1], read[2] or ""
-    if name in SAYS_SO:
-        raise UsageError(f"--sbatch {text}: {SAYS_SO[name]} sets that")
-    if name in OURS or (name == "gres" and re.search(r"\bgpu\b", value)):
-        why = "--gpus sets that" if name == "gres" else "the job's script depends on it"
-        raise UsageError(f"--sbatch {text}: grappe sets --{name} by itself: {why}")
-    return text
+    for text in job.sbatch:
+        read = OPTION.fullmatch(text)
+        if read is None:
+            raise UsageError(
+                f"--sbatch {text!r}: write one option of sbatch as '--name=value', without spaces and quotes in it"
+            )
+        name, value = read[1], read[2] or ""
+        if name in SAYS_SO:
+            raise UsageError(f"--sbatch {text}: {SAYS_SO[name]} sets that")
+        if name in OURS or (name == "gres" and re.search(r"\bgpu\b", value)):
+            why = "--gpus sets that" if name == "gres" else "the job's script depends on it"
+            raise UsageError(f"--sbatch {text}: grappe sets --{name} by itself: {why}")
+    return (*checked, *job.sbatch)
 
 
 def merged(ours: Iterable[str], user_options: Sequence[str]) -> list[str]:

@@ -1,8 +1,4 @@
-"""Renders the batch script of a job: a pure function of the submission and of the site.
-
-What is the same in every script is in job.sh, which submit puts into the run's logs and the script sources there. The
-quoting of words for a shell is at the end.
-"""
+"""Renders the batch script of a job: a pure function of the submission and of the site."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 ACCOUNT = re.compile(r"[\w.@+-]{1,64}", re.ASCII)
 IMAGES = (".sif", ".simg")
 FUNCTIONS = Path(__file__).with_name("job.sh")
-"""The file of functions that a script sources."""
+"""The file of functions that a script sources, from the run's logs, into which submit puts it."""
 FOLDER = re.compile(r"/[\w./@+=:,-]*", re.ASCII)
 LEAST_NOTICE, MOST_NOTICE = 20, 300
 
@@ -91,11 +87,6 @@ class Script:
         """The modules to load: the user's, or else the site's."""
         return environment.modules_of(self.site, self.job.modules, self.plan)
 
-    @property
-    def resumes(self) -> bool:
-        """True if the command goes on where it was killed."""
-        return self.kind in (TRAIN, TUNE, LAUNCH)
-
 
 def render(script: Script) -> str:
     """Renders the script's text.
@@ -103,7 +94,19 @@ def render(script: Script) -> str:
     Raises:
         UsageError: sbatch or a shell could read a name or a path as something else.
     """
-    _check(script)
+    if not FOLDER.fullmatch(str(script.run)):
+        raise UsageError(
+            f"the run's folder {str(script.run)!r} has characters that sbatch or a shell reads as something else: "
+            "give one of letters, digits and ./_-@+=:, with --run"
+        )
+    check_name(script.name)
+    for module in script.job.modules:
+        if not MODULE.fullmatch(module):
+            raise UsageError(f"--modules={module}: this is not the name of a module, such as python/3.12")
+    paths = (script.folder, script.job.stage or "", script.job.wheels or "", script.python)
+    for word in (*script.arguments, *script.task, *map(str, paths), script.data, script.job.env):
+        if printable(word, len(word)) != word:
+            raise UsageError(f"{word!r} has a line break or another unprintable character in it: leave it out")
     start = [
         "set -u",
         f"cd -- {shlex.quote(str(script.folder))} || exit 1",
@@ -169,22 +172,6 @@ def check_name(name: str) -> None:
         raise UsageError(f"--name={name!r}: letters, digits, '.', '_' and '-', 64 at most")
 
 
-def _check(script: Script) -> None:
-    if not FOLDER.fullmatch(str(script.run)):
-        raise UsageError(
-            f"the run's folder {str(script.run)!r} has characters that sbatch or a shell reads as something else: "
-            "give one of letters, digits and ./_-@+=:, with --run"
-        )
-    check_name(script.name)
-    for module in script.job.modules:
-        if not MODULE.fullmatch(module):
-            raise UsageError(f"--modules={module}: this is not the name of a module, such as python/3.12")
-    paths = (script.folder, script.job.stage or "", script.job.wheels or "", script.python)
-    for word in (*script.arguments, *script.task, *map(str, paths), script.data, script.job.env):
-        if printable(word, len(word)) != word:
-            raise UsageError(f"{word!r} has a line break or another unprintable character in it: leave it out")
-
-
 def _head(script: Script) -> str:
     site, layout = script.site, script.layout
     nodes = layout.most_nodes - layout.spare
@@ -241,9 +228,11 @@ def _environment(script: Script) -> list[str]:
         lines.append(f'on_each_node unpack {shlex.quote(str(script.job.stage))} "{local}/data"')
     if made:
         assert script.packages is not None, "what is made on the nodes is made of something"
-        words = environment.options(script.packages, script.job.wheels)
+        wheels = script.job.wheels
+        words = [] if wheels is None else [f"--find-links {shlex.quote(str(wheels))}"]
+        words += ["--no-deps"] if script.packages.locked else []
         base = "python" if script.modules else shlex.quote(script.python)
-        lines.append(f'env="{environment.place(local, script.packages.key)}"')
+        lines.append(f'env="{local or "${TMPDIR:-/tmp}"}/grappe-$UID/{script.packages.key}"')
         lines.append(" ".join(['on_each_node make_environment "$env"', kind, base, *words]))
     return [*lines, f"python={_python(script, kind)}"]
 
@@ -295,7 +284,8 @@ def _steps(script: Script) -> list[str]:
             data = f'"{script.site.job.local}/data"' if staged else next(command_words([script.data]))
             words += ['--run "$run"', "--data", data]
         line = " ".join([f"step {srun} --label{gpus} {python} -m grappe", *words])
-        lines += ["work() {", f"    {line}", "}", "keep_going"] if script.resumes else [line]
+        goes_on = script.kind in (TRAIN, TUNE, LAUNCH)  # where it was killed
+        lines += ["work() {", f"    {line}", "}", "keep_going"] if goes_on else [line]
     return [*lines, f"finish {script.kind} {script.job.restarts}"]
 
 

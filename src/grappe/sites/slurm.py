@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from grappe.errors import GrappeError, UsageError, nearest
 from grappe.launch import command
@@ -152,8 +154,7 @@ def submit(script: Path, *, test_only: bool = False) -> str:
 def remedy(refusal: str) -> str:
     """Returns the remedy for a rejection, on a new line; "" if it is unknown."""
     text = refusal.lower()
-    remedies = [advice for words, advice in REMEDIES.items() if words in text]
-    return f"\n  {remedies[0]}" if remedies else ""
+    return next((f"\n  {advice}" for words, advice in REMEDIES.items() if words in text), "")
 
 
 SQUEUE_FORMAT = "%i|%j|%T|%r|%S|%L|%D"
@@ -191,29 +192,17 @@ def entries(text: str) -> list[Entry]:
 
 def ended(job: str) -> End | None:
     """Returns a job's end, from Slurm's accounting or its controller; None if neither knows the job."""
-    for ask in (_accounted, _remembered):
-        try:
-            end = ask(job)
-        except GrappeError:
-            continue  # a site without accounting, or a job that is forgotten
-        if end is not None:
-            return end
+    with contextlib.suppress(GrappeError):  # a site without accounting
+        text = run("sacct", "--noheader", "--parsable2", "--jobs", job, "--format", "JobID,State,ExitCode")
+        for line in text.splitlines():
+            number, state, code = line.split("|")
+            if number == job and state.split()[0] in ENDED:
+                return _end(state.split()[0], code)
+    with contextlib.suppress(GrappeError):  # a job that is forgotten
+        words = dict(word.split("=", 1) for word in run("scontrol", "show", "job", job).split() if "=" in word)
+        if (state := words.get("JobState", "")) in ENDED:
+            return _end(state, words.get("ExitCode", "0:0"))
     return None
-
-
-def _accounted(job: str) -> End | None:
-    text = run("sacct", "--noheader", "--parsable2", "--jobs", job, "--format", "JobID,State,ExitCode")
-    for line in text.splitlines():
-        number, state, code = line.split("|")
-        if number == job and state.split()[0] in ENDED:
-            return _end(state.split()[0], code)
-    return None
-
-
-def _remembered(job: str) -> End | None:
-    words = dict(word.split("=", 1) for word in run("scontrol", "show", "job", job).split() if "=" in word)
-    state = words.get("JobState", "")
-    return _end(state, words.get("ExitCode", "0:0")) if state in ENDED else None
 
 
 def _end(state: str, code: str) -> End:
@@ -249,18 +238,17 @@ SINFO_FORMAT = "%P|%c|%m|%G|%l|%D|%s"
 MODEL = re.compile(r"[\w.-]*", re.ASCII)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PartitionRow:
+class PartitionRow(NamedTuple):
     """Nodes of one kind in one partition."""
 
     partition: str
     default: bool
     cores: int
     megabytes: int
+    nodes: int
     gpus: int
     model: str
     hours: float | None
-    nodes: int
     most_nodes: int | None
     """Largest number of nodes of a job; None if there is no limit."""
 
@@ -274,23 +262,13 @@ def rows(text: str) -> list[PartitionRow]:
             continue
         name, cores, megabytes, gres, limit, nodes, job_size = parts
         numbers = [re.match(r"\d{1,9}", text, re.ASCII) for text in (cores, megabytes, nodes)]
-        gpus, model = _gpus(gres)
-        if not all(numbers) or not PARTITION.fullmatch(name.rstrip("*")) or not MODEL.fullmatch(model):
+        partition, (gpus, model) = name.rstrip("*"), _gpus(gres)
+        if not all(numbers) or not PARTITION.fullmatch(partition) or not MODEL.fullmatch(model):
             continue
-        values = [int(match[0]) for match in numbers if match]
-        partitions.append(
-            PartitionRow(
-                partition=name.rstrip("*"),
-                default=name.endswith("*"),
-                cores=values[0],
-                megabytes=values[1],
-                gpus=gpus,
-                model=model,
-                hours=_hours(limit),
-                nodes=values[2],
-                most_nodes=int(match[1]) if (match := re.search(r"(\d{1,9})$", job_size, re.ASCII)) else None,
-            )
-        )
+        each, memory, count = (int(match[0]) for match in numbers if match)
+        most = re.search(r"(\d{1,9})$", job_size, re.ASCII)
+        limits = _hours(limit), int(most[1]) if most else None
+        partitions.append(PartitionRow(partition, name.endswith("*"), each, memory, count, gpus, model, *limits))
     return partitions
 
 

@@ -1,7 +1,4 @@
-"""CIFAR-10 with the small network of the Alliance's PyTorch page, or with a ResNet-18.
-
-Shapes: B images of a slice.
-"""
+"""CIFAR-10 with the small network of the Alliance's PyTorch page, or with a ResNet-18."""
 
 from __future__ import annotations
 
@@ -49,11 +46,6 @@ class Small(nn.Sequential):
         )
 
 
-def resnet18() -> nn.Sequential:
-    """He et al. (2015), "Deep residual learning", for 32 x 32 images: 3 x 3 stem, no pooling."""
-    return resnet(18, 10, nn.Sequential(*convolution(3, 64, 3, 1), nn.ReLU()))
-
-
 class Cifar10(Task):
     """CIFAR-10 with a small network, or a ResNet-18 (try momentum=0.9 weight_decay=5e-4 flip_and_crop)."""
 
@@ -86,7 +78,10 @@ class Cifar10(Task):
         return "validation" if self.holdout else "test"
 
     def model(self) -> nn.Module:
-        return Small() if self.network == "small" else resnet18()
+        if self.network == "small":
+            return Small()
+        # He et al. (2015), "Deep residual learning", for 32 x 32 images: 3 x 3 stem, no pooling.
+        return resnet(18, 10, nn.Sequential(*convolution(3, 64, 3, 1), nn.ReLU()))
 
     def data(self, split: str, folder: Path) -> Arrays:
         test = split == "test" or (split == "validation" and self.holdout == 0)

@@ -94,7 +94,11 @@ class Attention(nn.Module):
         self.queries_keys_values = nn.Linear(before, 3 * channels)
         self.out = nn.Linear(channels, channels)
         self.offsets = nn.Parameter(torch.zeros(self.heads, (2 * side - 1) ** 2))
-        self.register_buffer("index", _offset_index(side), persistent=False)
+        place = torch.arange(side)
+        apart = place[:, None] - place[None, :] + side - 1  # [side, side], 0 to 2 side - 2
+        index = apart[:, None, :, None] * (2 * side - 1) + apart[None, :, None, :]
+        # For each pair of positions, [N, N], its index among the (2 side - 1)^2 biases.
+        self.register_buffer("index", index.reshape(side * side, side * side), persistent=False)
         self.wide = nn.Linear(channels, EXPANSION * channels)
         self.narrow = nn.Linear(EXPANSION * channels, channels)
 
@@ -113,14 +117,6 @@ class Attention(nn.Module):
         bias = self.offsets[:, self.index].to(q.dtype)  # [K, N, N]
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-def _offset_index(side: int) -> Tensor:
-    """Returns, for each pair of positions, [N, N], its index among the (2 side - 1)^2 biases."""
-    place = torch.arange(side)
-    apart = place[:, None] - place[None, :] + side - 1  # [side, side], 0 to 2 side - 2
-    index = apart[:, None, :, None] * (2 * side - 1) + apart[None, :, None, :]
-    return index.reshape(side * side, side * side)
 
 
 def coatnet(size: Size, channels: int, classes: int, side: int) -> nn.Sequential:
@@ -196,12 +192,10 @@ class CoAtNet(Task):
         return F.cross_entropy(output, target, reduction="none", label_smoothing=self.smoothing)
 
     def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer:
-        matrices, rest = [], []
-        for name, parameter in named_parameters:
-            (matrices if parameter.dim() > 1 else rest).append((name, parameter))
+        named = list(named_parameters)
         groups = [
-            {"params": matrices, "weight_decay": self.weight_decay},
-            {"params": rest, "weight_decay": 0.0},
+            {"params": [each for each in named if each[1].dim() > 1], "weight_decay": self.weight_decay},
+            {"params": [each for each in named if each[1].dim() < 2], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(groups, lr=self.lr)
 

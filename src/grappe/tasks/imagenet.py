@@ -1,7 +1,4 @@
-"""A residual network on ImageNet, or any labelled photographs: folders, archives as downloaded, or shards.
-
-Shapes: B images of a slice, of S x S pixels; K classes.
-"""
+"""A residual network on ImageNet, or any labelled photographs: folders, archives as downloaded, or shards."""
 
 from __future__ import annotations
 
@@ -145,12 +142,10 @@ class ImageNet(Task):
         return F.cross_entropy(output, target, reduction="none", label_smoothing=self.smoothing)
 
     def optimizer(self, named_parameters: Any) -> torch.optim.Optimizer:
-        matrices, rest = [], []
-        for name, parameter in named_parameters:
-            (matrices if parameter.dim() > 1 else rest).append((name, parameter))
+        named = list(named_parameters)
         groups = [
-            {"params": matrices, "weight_decay": self.weight_decay},
-            {"params": rest, "weight_decay": 0.0},
+            {"params": [each for each in named if each[1].dim() > 1], "weight_decay": self.weight_decay},
+            {"params": [each for each in named if each[1].dim() < 2], "weight_decay": 0.0},
         ]
         return torch.optim.SGD(groups, lr=self._scaled_lr, momentum=self.momentum, nesterov=self.nesterov)
 
@@ -192,11 +187,7 @@ class ImageNet(Task):
 
 
 def _find(folder: Path, name: str, usual: Sequence[str]) -> Path:
-    """The source of images that is named, or the first of the usual ones that is there.
-
-    Raises:
-        DataNotFound: there is none.
-    """
+    """The source of images that is named, or the first of the usual ones that is there."""
     places = [folder / path for path in ((name,) if name else usual)]
     for place in places:
         if place.exists():

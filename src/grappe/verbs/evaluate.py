@@ -80,7 +80,7 @@ def checkpoint_scores(
     run: Path, step: int, split: str, trained: bool, rounding: Rounding, process: TaskProcess
 ) -> Scores:
     """Evaluates the checkpoint of a step, which has been verified. Collective."""
-    from grappe.checkpoint.rounding import rounded
+    from grappe.checkpoint.weights import rounded
     from grappe.data import loader
     from grappe.data.datasets import dataset_of
 

@@ -59,8 +59,11 @@ def received(
                     f"{download.url} has fewer bytes than the {download.size:,} that the task names: it is another "
                     "file. What had come was removed"
                 ) from None
+            reason = printable(getattr(error, "reason", None) or error)
+            if isinstance(error, urllib.error.HTTPError):
+                reason = f"the server answered {error.code} {printable(error.reason)}"
             raise DataError(
-                f"{download.url} cannot be downloaded: {_reason(error)}. {partial.stat().st_size:,} of "
+                f"{download.url} cannot be downloaded: {reason}. {partial.stat().st_size:,} of "
                 f"{download.size:,} bytes are there: the same command continues from there. A compute node "
                 "often has no internet: use a login node"
             ) from None
@@ -75,7 +78,18 @@ def _append(
     if there:
         headers["Range"] = f"bytes={there}-"
     request = urllib.request.Request(download.url, headers=headers)
-    with _opener(schemes).open(request, timeout=_SECONDS) as answer:
+    opener = urllib.request.OpenerDirector()  # of these schemes alone: urllib's own knows files and FTP, too
+    handlers = [
+        urllib.request.ProxyHandler(),  # the proxy of the environment: clusters' login nodes have one
+        urllib.request.HTTPSHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        urllib.request.HTTPDefaultErrorHandler(),
+        _SameHost(),
+        *([urllib.request.HTTPHandler()] if "http" in schemes else []),
+    ]
+    for handler in handlers:
+        opener.add_handler(handler)
+    with opener.open(request, timeout=_SECONDS) as answer:
         if there and answer.status != _PARTIAL:  # this server starts from the beginning
             stream.truncate(there := 0)
         elif there and not (answer.headers["Content-Range"] or "").startswith(f"bytes {there}-"):
@@ -94,22 +108,6 @@ def _append(
         raise OSError("the connection ended before the file did")
 
 
-def _opener(schemes: tuple[str, ...]) -> urllib.request.OpenerDirector:
-    """Opens these schemes alone: by default urllib knows files and FTP, too, and a redirection could name them."""
-    opener = urllib.request.OpenerDirector()
-    handlers = [
-        urllib.request.ProxyHandler(),  # the proxy of the environment: clusters' login nodes have one
-        urllib.request.HTTPSHandler(),
-        urllib.request.HTTPErrorProcessor(),
-        urllib.request.HTTPDefaultErrorHandler(),
-        _SameHost(),
-        *([urllib.request.HTTPHandler()] if "http" in schemes else []),
-    ]
-    for handler in handlers:
-        opener.add_handler(handler)
-    return opener
-
-
 class _SameHost(urllib.request.HTTPRedirectHandler):
     """Follows a redirection to the same scheme and host, and no other: the task's file says where data come from."""
 
@@ -123,12 +121,6 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
                 "the right one, name it in the task's downloads"
             )
         return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        return f"the server answered {error.code} {printable(error.reason)}"
-    return printable(getattr(error, "reason", None) or error)
 
 
 _MEGABYTE = 1_000_000
@@ -219,7 +211,24 @@ def _fetch_file(download: Download, folder: Path, show: Callable[[str], None], s
                 "It was removed. Try once more; if it comes again, the address serves something else now"
             )
         if download.members:
-            take_out(archive, download, partial.parent)
+            missing = dict(download.members)
+            try:
+                with tarfile.open(fileobj=archive, mode="r:*") as tar:
+                    for member in tar:
+                        if not member.isreg() or missing.get(member.name) != member.size:
+                            continue
+                        stream = tar.extractfile(member)
+                        assert stream is not None
+                        target = partial.parent / member.name
+                        target.parent.mkdir(parents=True, exist_ok=True)
+                        files.replace(target, stream.read(), durable=True)
+                        del missing[member.name]
+            except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+                raise DataError(f"{download.url}: it cannot be unpacked: {error}") from None
+            if missing:
+                raise DataError(
+                    f"{download.url}: it has no {next(iter(missing))} of {next(iter(missing.values())):,} bytes"
+                )
             files.remove(partial)
         else:
             files.rename(partial, partial.with_name(name))
@@ -252,27 +261,3 @@ def _size(file: Path) -> int | None:
 
 def _name(download: Download) -> str:
     return PurePosixPath(urlsplit(download.url).path).name
-
-
-def take_out(archive: BinaryIO, download: Download, place: Path) -> None:
-    """Writes the members of a tar archive below `place`, each whole or not at all.
-
-    Raises:
-        DataError: it is no such archive, or lacks a member of that name and size.
-    """
-    missing = dict(download.members)
-    try:
-        with tarfile.open(fileobj=archive, mode="r:*") as tar:
-            for member in tar:
-                if not member.isreg() or missing.get(member.name) != member.size:
-                    continue
-                stream = tar.extractfile(member)
-                assert stream is not None
-                target = place / member.name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                files.replace(target, stream.read(), durable=True)
-                del missing[member.name]
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{download.url}: it cannot be unpacked: {error}") from None
-    if missing:
-        raise DataError(f"{download.url}: it has no {next(iter(missing))} of {next(iter(missing.values())):,} bytes")

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import grappe
-from grappe.checkpoint.rounding import Rounding
 from grappe.cli.commands import app
 from grappe.contrib.export import formats
 from grappe.contrib.export.export import export
@@ -17,6 +16,7 @@ from grappe.contrib.export.folder import ExportOptions
 from grappe.contrib.export.program import trace
 from grappe.contrib.export.proof import PredictionMismatch
 from grappe.errors import TaskError, UsageError
+from grappe.plan import Rounding
 from grappe.training.run import Run
 from tests import needs
 from tests.contrib.export import tasks

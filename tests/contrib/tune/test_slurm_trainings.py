@@ -40,10 +40,11 @@ class Played:
         monkeypatch.setattr(slurm, "queue", lambda: list(self.entries))
         monkeypatch.setattr(slurm, "cancel", self.cancelled.extend)
         monkeypatch.setattr(slurm, "ended", self.ends.get)
-        monkeypatch.setattr(trainings_module, "submit", self.submit)
+        monkeypatch.setattr(trainings_module, "submit_all", self.submit)
         monkeypatch.setattr(jobs, "QUERY_SECONDS", 0.0)
 
-    def submit(self, submission: Submission) -> list[Submitted]:
+    def submit(self, submissions: list[Submission]) -> list[Submitted]:
+        (submission,) = submissions
         if self.refusal:
             raise SlurmError(self.refusal)
         self.submitted.append(submission)

@@ -14,7 +14,7 @@ from grappe.sites import slurm
 from grappe.sites.sbatch import JobOptions
 from grappe.verbs.foresee.training_time import TimeCosts, TimeEstimate
 from grappe.verbs.submit import forecast
-from grappe.verbs.submit.submit import Submitted, submit, submit_all
+from grappe.verbs.submit.submit import Submitted, submit_all
 from tests.verbs.foresee.test_training_time import cost, made, with_evaluations
 from tests.verbs.submit.test_forecast import BIG
 
@@ -33,7 +33,7 @@ def folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def shown(words: str, site: str | None = "narval", **job: object) -> Submitted:
     options = JobOptions(site=site, account=ACCOUNTS.get(site), time="auto", **job)  # type: ignore[arg-type]
-    (found,) = submit(read_submission(words.split(), options, app), show=True)
+    (found,) = submit_all([read_submission(words.split(), options, app)], show=True)
     return found
 
 
@@ -135,5 +135,5 @@ def test_an_interactive_allocation_has_no_training() -> None:
 def test_a_limit_that_is_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast, "placed", lambda *_: pytest.fail("it was looked for"))
     options = JobOptions(site="narval", account="def-me", time="3h")
-    (found,) = submit(read_submission(["train", "digits"], options, app), show=True)
+    (found,) = submit_all([read_submission(["train", "digits"], options, app)], show=True)
     assert "#SBATCH --time=03:00:00" in found.text and not found.time_note

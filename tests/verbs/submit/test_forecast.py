@@ -17,7 +17,7 @@ from grappe.verbs.foresee.run_forecast import traced
 from grappe.verbs.submit import forecast
 from grappe.verbs.submit.forecast import foreseen_warnings, with_gpus, with_sizes
 from grappe.verbs.submit.resources import Submission
-from grappe.verbs.submit.submit import submit
+from grappe.verbs.submit.submit import submit_all
 
 BIG = """
 import time
@@ -101,7 +101,7 @@ def warnings(folder: Path, site: str, plan: str, fields: tuple[str, ...]) -> lis
     job = JobOptions(site=site, account="def-me", runs=folder / "runs")
     task = str(folder / "big.py")
     submission = Submission(task=task, arguments=(task,), plans=(plan,), fields=fields, job=job)
-    list(submit(submission, show=True, examine=examine))
+    list(submit_all([submission], show=True, examine=examine))
     return found
 
 
@@ -116,14 +116,14 @@ def test_gpus_auto_are_the_fewest_whose_memory_is_enough(tmp_path: Path, monkeyp
         "--gpus auto: 2 GPUs of narval: fits on 2 GPUs with no more computing (shard=2); not on 1 GPU. Foreseen, not "
         "measured on that GPU"
     )
-    (made,) = submit(chosen, show=True)
+    (made,) = submit_all([chosen], show=True)
     assert "--gpus-per-node=a100:2" in made.text and "train big.py --plan shard=2" in made.text
     with pytest.raises(UsageError, match="--gpus auto chooses processes and recomputation"):
         with_gpus(dataclasses.replace(submission, plans=("replicate=2",)))
     with pytest.raises(UsageError, match="does not fit on a node of narval: not on 1 GPU or 2 GPUs or 4 GPUs"):
         with_gpus(dataclasses.replace(submission, fields=("width=16384",)))
     with pytest.raises(UsageError, match="give a number here"):
-        list(submit(dataclasses.replace(submission, command="evaluate"), show=True))
+        list(submit_all([dataclasses.replace(submission, command="evaluate")], show=True))
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_sizes_whose_memory_is_too_little_are_not_asked_for(here: Path) -> None:
     assert sentence.startswith(
         "--gpus 1-4: 2 GPUs: shard=2, and no free one is seen; not 1 GPU: with one process, each"
     )
-    (made,) = submit(chosen, show=True)
+    (made,) = submit_all([chosen], show=True)
     assert "--gpus-per-node=a100:2" in made.text and "train big.py --plan shard=2" in made.text
     with pytest.raises(
         UsageError, match=r"--gpus 1-4: big\.py does not fit on any of them: with one process, each needs"
@@ -145,7 +145,7 @@ def test_sizes_whose_memory_is_too_little_are_not_asked_for(here: Path) -> None:
         dataclasses.replace(submission, job=dataclasses.replace(job, gpus=NumberRange(4, 12)))
     )
     assert sentence == "--gpus 4-12: 1-3 nodes: shard=4 to shard=12, as many as Slurm has at each start"
-    (made,) = submit(chosen, show=True)
+    (made,) = submit_all([chosen], show=True)
     assert "--nodes=1-3" in made.text and "size 3 12 shard=12\n" in made.text and '--plan "$plan"' in made.text
     with pytest.raises(UsageError, match="a node of narval has 4 GPUs: begin with a multiple of it"):
         with_sizes(dataclasses.replace(submission, job=dataclasses.replace(job, gpus=NumberRange(6, 8))))

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import grappe
+from grappe.contrib.export import program as programs
 from grappe.contrib.export.cpp import write_program
 from grappe.contrib.export.folder import (
     ExportOptions,
@@ -24,17 +24,7 @@ from grappe.contrib.export.folder import (
     write_manifest,
 )
 from grappe.contrib.export.formats import check_packages, write_onnx, write_safetensors, write_transformers
-from grappe.contrib.export.program import (
-    Exporter,
-    ExportJob,
-    Program,
-    RoundedProgram,
-    in_batches,
-    input_names,
-    output_names,
-    program_of,
-)
-from grappe.contrib.export.proof import TOLERANCE, TYPES, ExportSamples, Proof, prove, samples_of, write_npy
+from grappe.contrib.export.proof import TOLERANCE, TYPES, Proof, prove, samples_of, write_npy
 from grappe.errors.foreign_text import printable
 from grappe.errors.user_code import naming_user_line
 from grappe.launch import files
@@ -47,7 +37,7 @@ from grappe.verbs.evaluate import evaluate
 from grappe.verbs.load import data_of, load
 from grappe.verbs.predict.predict import predict
 
-FORMATS: Mapping[Format, Exporter] = {
+FORMATS: Mapping[Format, programs.Exporter] = {
     "program": write_program,
     "safetensors": write_safetensors,
     "transformers": write_transformers,
@@ -123,15 +113,15 @@ def export(
     place = data_of(run, data)
     with naming_user_line(resolved):
         samples = samples_of(resolved, SPLIT, place)
-        program = program_of(resolved, model, samples)
-        carrier = program if weights == "fp32" else RoundedProgram(program, weights).eval()
-        outputs = output_names(program, samples.example())
-    job = ExportJob(
+        program = programs.program_of(resolved, model, samples)
+        carrier = program if weights == "fp32" else programs.RoundedProgram(program, weights).eval()
+        outputs = programs.output_names(program, samples.example())
+    job = programs.ExportJob(
         task=resolved,
         model=model,
         program=carrier,
         samples=samples,
-        inputs=input_names(samples),
+        inputs=programs.input_names(samples),
         outputs=outputs,
         origin={**_origin(run, resolved, name, averaged=resolved.ema is not None and not trained), "weights": weights},
         build=not options.no_build,
@@ -142,9 +132,13 @@ def export(
     step = int(name.rpartition("-")[2])
 
     def predictions() -> Iterator[Any]:
-        if weights != "fp32":
-            return _rows(program, samples, resolved.batch_size)
-        return predict(run, SPLIT, task=resolved, data=place, checkpoint=step, trained=trained)
+        if weights == "fp32":
+            yield from predict(run, SPLIT, task=resolved, data=place, checkpoint=step, trained=trained)
+            return
+        size = resolved.batch_size
+        for first in range(0, samples.length, size):
+            inputs = samples.read(np.arange(first, min(first + size, samples.length)))
+            yield from zip(*programs.in_batches(program)(inputs, size), strict=True)
 
     def scores(rounding: Rounding) -> dict[str, float]:
         progress(f"scoring the weights in {rounding}")
@@ -176,13 +170,6 @@ def export(
     return ExportResult(folder=target, checkpoint=name, proof=proof, cpp=written.not_built, scores=scored)
 
 
-def _rows(program: Program, samples: ExportSamples, size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yields what a program predicts for each sample."""
-    for first in range(0, samples.length, size):
-        inputs = samples.read(np.arange(first, min(first + size, samples.length)))
-        yield from zip(*in_batches(program)(inputs, size), strict=True)
-
-
 def _origin(run: Run, task: Task, checkpoint: str, *, averaged: bool) -> dict[str, Any]:
     """Describes where the model is from, with what is foreign in it made fit to show."""
     description = run.read_description()
@@ -205,7 +192,7 @@ def _origin(run: Run, task: Task, checkpoint: str, *, averaged: bool) -> dict[st
     }
 
 
-def _write_tests(job: ExportJob, folder: Path, predictions: Iterator[Any]) -> list[str]:
+def _write_tests(job: programs.ExportJob, folder: Path, predictions: Iterator[Any]) -> list[str]:
     """Writes the first samples and their predictions; returns the files, relative to the exported folder."""
     files.make_folder(folder)
     count = min(TESTS, job.samples.length)

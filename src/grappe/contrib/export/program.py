@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grappe.checkpoint.rounding import restored, stored
-from grappe.checkpoint.weights import named_tensors
+from grappe.checkpoint.weights import named_tensors, restored, stored
 from grappe.contrib.export.proof import ExportSamples, Runner
 from grappe.errors import TaskError
 from grappe.errors.foreign_text import printable

@@ -15,10 +15,7 @@ from grappe.cli.exit import show, show_answer, show_json
 from grappe.contrib.tune.space import PLAN, SearchOptions, Trial
 from grappe.contrib.tune.study import Study, best_of, open_study
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
-from grappe.fields import (  # noqa: F401 (cyclopts looks the inherited fields' types up here)
-    Names,
-    split,
-)
+from grappe.fields import Names, split  # noqa: F401 (cyclopts looks the inherited fields' types up here)
 from grappe.launch.terminal import complain, say
 from grappe.plan import as_plan
 from grappe.sites.sbatch import GpuCounts, JobOptions, NodeCount  # noqa: F401 (likewise)
@@ -134,7 +131,10 @@ def _show(folder: Path, *, as_json: bool) -> int:
         return EXIT_FAILURE
     value = f"{study.search.metric} {format_number(best.value)}"
     say(f"best: trial {best.number}, {value}, {study.run_folder(best.number)}")
-    say(train_command(study, best))
+    fields = {**study.search.fixed_fields, **best.fields}
+    plan = fields.pop(PLAN) if PLAN in study.search.space else study.search.plan
+    words = ["grappe", "train", study.search.task, *(f"{name}={text}" for name, text in fields.items())]
+    say(shlex.join([*words, *(["--plan", plan] if plan else [])]))
     return EXIT_OK
 
 
@@ -193,12 +193,3 @@ def _table(study: Study, trials: Sequence[Trial], best: Trial | None) -> Table:
         more = [cells.get(name, "") for name in further]
         rows.append([str(trial.number), value, *more, *(trial.fields[name] for name in names), state])
     return filled_table(("trial", metric, *further, *names, ""), rows)
-
-
-def train_command(study: Study, trial: Trial) -> str:
-    """The command that trains with a trial's fields, ready to paste."""
-    search = study.search
-    fields = {**search.fixed_fields, **trial.fields}
-    plan = fields.pop(PLAN) if PLAN in search.space else search.plan
-    words = ["grappe", "train", search.task, *(f"{name}={text}" for name, text in fields.items())]
-    return shlex.join([*words, *(["--plan", plan] if plan else [])])

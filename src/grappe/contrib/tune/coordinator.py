@@ -136,9 +136,16 @@ class Coordinator:
         except UsageError as error:  # the task itself refuses this combination
             self._note(number, failure(error))
             return
-        refuse_other_fields(self.study, trial, task)
-        result, run = result_of(self.study, trial, part), self.study.run_folder(number)
-        if isinstance(result, tuple) or (result and Run(run).is_finished()):
+        folder, texts = self.study.run_folder(number), field_texts(task.resolve())
+        trained = Run(folder).read_description().get("fields", {}) if Run.is_run(folder) else texts
+        for name in trial.fields.keys() - {PLAN}:  # a run's plan may change
+            if (value := trained.get(name)) != texts[name]:
+                raise RunError(
+                    f"{folder} was trained with {name}={value}, and the study draws {name}={trial.fields[name]} for "
+                    "it: was it copied from another study? Remove that folder to train it again"
+                )
+        result = result_of(self.study, trial, part)
+        if isinstance(result, tuple) or (result and Run(folder).is_finished()):
             self._note(number, result)
             if number in self._journal.open:
                 self._start(number)
@@ -150,7 +157,7 @@ class Coordinator:
             options = dataclasses.replace(options, part=part)
         try:
             self.trainings.start(
-                number, dataclasses.replace(self._request, task=task, plan=plan, options=options, run=run)
+                number, dataclasses.replace(self._request, task=task, plan=plan, options=options, run=folder)
             )
         except NotNow as reason:
             self._waits = str(reason)
@@ -223,17 +230,3 @@ def result_of(study: Study, trial: Trial, part: float = 1.0) -> tuple[float, int
         shown = "not a finite number" if value is None else value
         return f"{name} is {shown} at step {at}"
     return float(value), at
-
-
-def refuse_other_fields(study: Study, trial: Trial, task: TaskReference) -> None:
-    """Raises RunError where the trial's run was made with other fields than `task` has, which is the trial's."""
-    folder = study.run_folder(trial.number)
-    if not Run.is_run(folder):
-        return
-    fields, texts = Run(folder).read_description().get("fields", {}), field_texts(task.resolve())
-    for name in trial.fields.keys() - {PLAN}:  # a run's plan may change
-        if (value := fields.get(name)) != texts[name]:
-            raise RunError(
-                f"{folder} was trained with {name}={value}, and the study draws {name}={trial.fields[name]} for it: "
-                "was it copied from another study? Remove that folder to train it again"
-            )

@@ -118,12 +118,6 @@ def make_study(folder: Path, search: SearchDefinition) -> Study:
         study = open_study(folder)
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error.strerror}: give another with --study") from error
-    _refuse_other_search(study, search)
-    return study
-
-
-def _refuse_other_search(study: Study, search: SearchDefinition) -> None:
-    """Raises UsageError at the first difference between the study's search and this command's."""
     there, now = _as_given(study.search), _as_given(search)
     for name in there | now:
         # A field that the task did not have then was what its default is now.
@@ -134,6 +128,7 @@ def _refuse_other_search(study: Study, search: SearchDefinition) -> None:
                 f"the study {study.folder} has {before}, and this command {after}: give what the study has, or another "
                 "--study"
             )
+    return study
 
 
 def _as_given(search: SearchDefinition) -> dict[str, str]:

@@ -31,7 +31,7 @@ from grappe.training.request import Request
 from grappe.training.run import Run
 from grappe.verbs.submit import jobs
 from grappe.verbs.submit.resources import Submission
-from grappe.verbs.submit.submit import submit
+from grappe.verbs.submit.submit import submit_all
 from grappe.words import first_line
 
 OF_THE_MACHINE = (RunError, DataError)
@@ -245,7 +245,7 @@ class SlurmTrainings:
             job=dataclasses.replace(self._options, name=f"{self._prefix}{number:04d}", dependency=waits),
         )
         try:
-            [submitted] = submit(submission)
+            [submitted] = submit_all([submission])
         except slurm.SlurmError as error:
             # It took jobs of the same size and length before, if there are any.
             if not (self._queue or self._jobs or RETRYABLE.search(str(error).lower())):

@@ -8,18 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grappe import engines
+from grappe.contrib.tune import space as spaces
 from grappe.contrib.tune.coordinator import Coordinator, with_fields
 from grappe.contrib.tune.journal import find_optuna, grid
-from grappe.contrib.tune.space import (
-    PLAN,
-    RUNGS,
-    TRIALS,
-    Choices,
-    SearchDefinition,
-    SearchOptions,
-    as_texts,
-    read_space,
-)
 from grappe.contrib.tune.study import Study, make_study
 from grappe.contrib.tune.trainings import LocalTrainings, SlurmTrainings
 from grappe.errors import UsageError, nearest
@@ -81,7 +72,7 @@ def tune(
     Raises:
         GrappeError: an argument is wrong, or differs from the study's.
     """
-    search_options = SearchOptions(
+    search_options = spaces.SearchOptions(
         trials=trials,
         parallel=parallel,
         metric=metric,
@@ -92,7 +83,7 @@ def tune(
         seed=seed,
     )
     folder = Path(study) if study else None
-    texts = {name: text_of(value) for name, value in (fields or {}).items()} | as_texts(space)
+    texts = {name: text_of(value) for name, value in (fields or {}).items()} | spaces.as_texts(space)
     return search(task, texts, as_plan(plan), search_options, folder, data=data, options=options)[0]
 
 
@@ -100,7 +91,7 @@ def search(
     task: Task | type[Task] | str,
     texts: Mapping[str, str],
     plan: Plan,
-    search_options: SearchOptions,
+    search_options: spaces.SearchOptions,
     folder: Path | None,
     *,
     runs: Path = RUNS,
@@ -137,10 +128,10 @@ def checked_search(
     task: Task | type[Task] | str,
     texts: Mapping[str, str],
     plan: Plan,
-    search_options: SearchOptions,
+    search_options: spaces.SearchOptions,
     options: Options,
     jobs: JobOptions | None = None,
-) -> tuple[TaskReference, Sequence[Plan], SearchDefinition]:
+) -> tuple[TaskReference, Sequence[Plan], spaces.SearchDefinition]:
     """Checks the arguments of `search`, and makes nothing; returns the plans of the trials, too.
 
     Raises:
@@ -150,10 +141,10 @@ def checked_search(
     if search_options.sampler != "grid":
         find_optuna()
     task_reference = TaskReference.of(task)
-    space, fixed = read_space(type(task_reference.resolve()), texts)
+    space, fixed = spaces.read_space(type(task_reference.resolve()), texts)
     task_reference = with_fields(task_reference, fixed)
-    axis = space.get(PLAN)
-    plans = [Plan.parse(text) for text in axis.texts] if isinstance(axis, Choices) else [plan]
+    axis = space.get(spaces.PLAN)
+    plans = [Plan.parse(text) for text in axis.texts] if isinstance(axis, spaces.Choices) else [plan]
     if plans != [plan] and str(plan):
         raise UsageError(f"--plan {plan}: the search varies the plan: leave --plan out, and write it into each")
     for each in plans:
@@ -184,11 +175,11 @@ def checked_search(
     changed = {name: value for name, value in other_fields.items() if value != usual.get(name)}
     chosen: dict[str, Any] = {
         **vars(search_options),
-        "trials": total or TRIALS,
+        "trials": total or spaces.TRIALS,
         "maximize": bool(search_options.maximize),
-        "rungs": (search_options.rungs or RUNGS) if search_options.halving else None,
+        "rungs": (search_options.rungs or spaces.RUNGS) if search_options.halving else None,
     }
-    definition = SearchDefinition(
+    definition = spaces.SearchDefinition(
         **chosen,
         task=task_reference.name,
         fields=other_fields,
@@ -203,7 +194,7 @@ def checked_search(
     return task_reference, plans, definition
 
 
-def _refuse_options(options: Options, search_options: SearchOptions, jobs: JobOptions | None) -> None:
+def _refuse_options(options: Options, search_options: spaces.SearchOptions, jobs: JobOptions | None) -> None:
     if rank_from_environment() is not None:
         raise UsageError("grappe tune starts its trials' processes itself: start it without torchrun or srun")
     if options.part is not None:

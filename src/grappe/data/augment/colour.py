@@ -48,17 +48,12 @@ def colour_jitter(
         factor = torch.ones_like(turn)
         for kind, value in enumerate(factors):
             factor = torch.where(now == kind, value, factor)
-        images = blended(images, _without(images, now), factor)
+        grey = grey_of(images)
+        without = torch.where(over_pixels(now == _CONTRAST), over_pixels(mean_of(grey)), grey)
+        images = blended(images, (without * over_pixels(now != _BRIGHTNESS)).float(), factor)
         if hue:
             images = torch.where(over_pixels(now == _HUE), turned(images, turn), images)
     return images
-
-
-def _without(images: Tensor, kind: Tensor) -> Tensor:
-    """Returns images without brightness, contrast or saturation: whole numbers in float32, [B, C, H, W]."""
-    grey = grey_of(images)
-    levels = torch.where(over_pixels(kind == _CONTRAST), over_pixels(mean_of(grey)), grey)
-    return (levels * over_pixels(kind != _BRIGHTNESS)).float()
 
 
 def blended(images: Tensor, other: Tensor, factor: Tensor) -> Tensor:

@@ -96,40 +96,28 @@ def _table(images: Tensor, kind: Tensor, amount: Tensor) -> Tensor:
     amount, kind = amount.view(-1, 1, 1), kind.view(-1, 1, 1)
     bits = amount.long().clamp(0, 8)
     mean = mean_of(grey_of(images)).view(-1, 1, 1)
+    flat = images.flatten(2).long()
+    # From an image's darkest level to its lightest, over 0 to 255.
+    low, high = flat.amin(2, keepdim=True), flat.amax(2, keepdim=True)
+    stretched = ((level - low) * 255 // (high - low).clamp(min=1)).clamp(0, 255)
+    # About as many pixels of each level: Pillow's ImageOps.equalize.
+    counts = torch.zeros(*images.shape[:2], _LEVELS, dtype=torch.int64, device=images.device)
+    counts.scatter_add_(2, flat, torch.ones_like(flat))
+    step = (flat.shape[2] - counts.gather(2, high)) // 255
+    equalised = ((counts.cumsum(2) - counts + step // 2) // step.clamp(min=1)).clamp(max=255)
     tables = {
         Operation.BRIGHTNESS: (pixels * (1 + amount)).clamp(0, 255),
         Operation.CONTRAST: (pixels * (1 + amount) + mean * (0 - amount)).clamp(0, 255),
         Operation.POSTERIZE: level & (0xFF00 >> bits),
         Operation.SOLARIZE: torch.where(pixels < amount, level, 255 - level),
-        Operation.AUTOCONTRAST: _stretched(images, level),
-        Operation.EQUALIZE: _equalised(images),
+        Operation.AUTOCONTRAST: torch.where(high > low, stretched, level),
+        Operation.EQUALIZE: torch.where(step > 0, equalised, level),
         Operation.INVERT: 255 - level,
     }
     result = level.expand(len(images), images.shape[1], -1).to(torch.uint8)
     for operation, table in tables.items():
         result = torch.where(kind == operation, table.to(torch.uint8), result)
     return result
-
-
-def _stretched(images: Tensor, level: Tensor) -> Tensor:
-    """Levels from an image's darkest to its lightest, over 0 to 255: [B, C, 256]."""
-    pixels = images.flatten(2)
-    low = pixels.amin(2, keepdim=True).long()
-    spread = pixels.amax(2, keepdim=True) - low
-    stretched = ((level - low) * 255 // spread.clamp(min=1)).clamp(0, 255)
-    return torch.where(spread > 0, stretched, level)
-
-
-def _equalised(images: Tensor) -> Tensor:
-    """Levels so that about as many pixels have each: [B, C, 256]; Pillow's ImageOps.equalize."""
-    pixels = images.flatten(2).long()
-    counts = torch.zeros(*images.shape[:2], _LEVELS, dtype=torch.int64, device=images.device)
-    counts.scatter_add_(2, pixels, torch.ones_like(pixels))
-    last = counts.gather(2, pixels.amax(2, keepdim=True))
-    step = (pixels.shape[2] - last) // 255
-    before = counts.cumsum(2) - counts
-    levels = ((before + step // 2) // step.clamp(min=1)).clamp(max=255)
-    return torch.where(step > 0, levels, torch.arange(_LEVELS, device=images.device))
 
 
 Op = Operation  # short, for the table

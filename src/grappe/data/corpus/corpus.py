@@ -228,7 +228,13 @@ class WindowedOrder:
 
     def at(self, seed: int, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the ids at any positions of an epoch's order: int64 (n,)."""
-        blocks, ends = self._layout(seed, epoch)
+        if self._laid is None or self._laid[0] != (seed, epoch):
+            count = int(self._parts[-1]) + 1
+            turns = permute(np.arange(count, dtype=np.int64), key=mix(seed, epoch, _WINDOW), length=count)
+            turn = turns[self._parts]
+            order = np.lexsort((turn, self._in_part, turn // self._window))
+            self._laid = (seed, epoch), order, np.cumsum(self._rows[order])
+        _, blocks, ends = self._laid  # an epoch's blocks in order, and the number of rows up to the end of each
         window_ends = ends[self._window - 1 :: self._window]
         if not len(window_ends) or window_ends[-1] != self.length:
             window_ends = np.append(window_ends, self.length)
@@ -242,13 +248,3 @@ class WindowedOrder:
         number = np.searchsorted(ends, places, side="right")
         chosen = blocks[number]
         return self._first[chosen] + places - (ends[number] - self._rows[chosen])
-
-    def _layout(self, seed: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns an epoch's blocks in order, and the number of rows up to the end of each."""
-        if self._laid is None or self._laid[0] != (seed, epoch):
-            count = int(self._parts[-1]) + 1
-            turns = permute(np.arange(count, dtype=np.int64), key=mix(seed, epoch, _WINDOW), length=count)
-            turn = turns[self._parts]
-            blocks = np.lexsort((turn, self._in_part, turn // self._window))
-            self._laid = (seed, epoch), blocks, np.cumsum(self._rows[blocks])
-        return self._laid[1], self._laid[2]

@@ -389,7 +389,14 @@ class Compressed(Format):
         arrow = library("pyarrow", "compressed text")
         kind = "gzip" if self.file.name.endswith(".gz") else "zstd"  # of zstd, windows up to 128 MB, as `zstd -d` takes
         self._at, self._stream = 0, arrow.input_stream(str(self.file), compression=kind)
-        self.held = _UNPACKING + _zstd_window(self.opened.read(14, 0))
+        self.held, header = _UNPACKING, self.opened.read(14, 0)
+        if header.startswith(b"\x28\xb5\x2f\xfd") and len(header) == 14:
+            # What a decompressor keeps of its output, by a zstd frame's header (RFC 8878, 3.1.1).
+            flags, window = header[4], header[5]
+            size = (8 + window % 8) << (7 + (window >> 3))
+            if flags & 32:  # the content is one piece
+                size = int.from_bytes(header[5 : 5 + (1 << (flags >> 6))], "little") + 256 * (flags >> 6 == 1)
+            self.held += min(size, 1 << 27) + (1 << 18)  # more is refused; two blocks of 128 KiB are between
 
     def _unpacked(self, size: int) -> bytes:
         """Returns that many bytes, fewer at the end."""
@@ -399,17 +406,6 @@ class Compressed(Format):
             raise self.damaged(f"it is cut off or damaged: {_sentence(error)}") from None
         self._at += len(content)
         return content
-
-
-def _zstd_window(header: bytes) -> int:
-    """Returns the bytes of its output that a decompressor keeps, by a zstd frame's header (RFC 8878, 3.1.1); else 0."""
-    if not header.startswith(b"\x28\xb5\x2f\xfd") or len(header) < 14:
-        return 0
-    flags, window = header[4], header[5]
-    size = (8 + window % 8) << (7 + (window >> 3))
-    if flags & 32:  # the content is one piece
-        size = int.from_bytes(header[5 : 5 + (1 << (flags >> 6))], "little") + 256 * (flags >> 6 == 1)
-    return min(size, 1 << 27) + (1 << 18)  # more is refused; two blocks of 128 KiB are between
 
 
 def _lines(text: bytes) -> list[bytes]:

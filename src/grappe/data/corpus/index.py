@@ -58,15 +58,15 @@ class ShardFiles:
         key = xxhash.xxh3_64_hexdigest("\n".join(what).encode(errors="surrogateescape"))
         file = f"{key}-{name}.grappe.npy"
 
-        def described(why: str) -> index_file.Made:
-            facts = facts_below(self.root, self.names)
-            return facts, *make()
-
-        def checked(names: tuple[str, ...], words: tuple[str, ...], arrays: list[NDArray[Any]]) -> WordsAndArrays:
-            return words, arrays
-
-        places = index_file.places(self.root / f".{file}", "corpus", file)
-        return index_file.kept(self.root, places, tuple[str, ...], kinds, described, checked, again=again)
+        return index_file.kept(
+            self.root,
+            index_file.places(self.root / f".{file}", "corpus", file),
+            tuple[str, ...],
+            kinds,
+            lambda why: (facts_below(self.root, self.names), *make()),
+            lambda names, words, arrays: (words, arrays),
+            again=again,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,22 +139,8 @@ def _ending_of(name: str) -> str | None:
     return max((ending for ending in FORMATS if name.endswith(ending)), key=len, default=None)
 
 
-class _SavedFile(msgspec.Struct):
-    filename: str
-
-
-class _SavedDataset(msgspec.Struct):
-    """The part of state.json, as `datasets.Dataset.save_to_disk` writes it, that says which files have the rows."""
-
-    _data_files: list[_SavedFile]
-
-
 def _files_below(folder: Path, left_out: LeftOut) -> Iterator[Path]:
-    """Yields the files of formats below a folder; of one that Hugging Face's datasets saved, those that it lists.
-
-    Raises:
-        DataError: the folder is a DatasetDict, of which a split is to be named, or its list is damaged.
-    """
+    """Yields the files of formats below a folder; of one that Hugging Face's datasets saved, those that it lists."""
     for path, folders, names in os.walk(folder):
         here = Path(path)
         if "dataset_dict.json" in names:
@@ -163,9 +149,9 @@ def _files_below(folder: Path, left_out: LeftOut) -> Iterator[Path]:
         listed = set(names)
         if listed.issuperset(_OF_DATASETS):
             try:
-                state = msgspec.json.decode(read_bytes(here / "state.json", 100), type=_SavedDataset)
-                listed = {file.filename for file in state._data_files}
-            except msgspec.DecodeError:
+                state = msgspec.json.decode(read_bytes(here / "state.json", 100))
+                listed = msgspec.convert({file["filename"] for file in state["_data_files"]}, set[str])
+            except (msgspec.DecodeError, LookupError, TypeError):
                 raise DataError(f"{printable(here / 'state.json')} is not what datasets.save_to_disk writes") from None
         folders[:] = [name for name in folders if not name.startswith(_HIDDEN)]
         for name in (*folders, *names):
@@ -233,11 +219,7 @@ def scan(shards: ShardFiles, *, skip_damaged: bool, report: Callable[[str], None
 
 
 def _same_columns(before: dict[str, str] | None, its: dict[str, str], shards: ShardFiles, name: str) -> dict[str, str]:
-    """Returns the columns of the files so far with those of one more: the type of each that is read.
-
-    Raises:
-        DataError: a column is missing, or of another type; the file is whole, so `skip_damaged` does not leave it out.
-    """
+    """Returns the columns of the files so far with those of one more; a file that differs is never left out."""
     for column in shards.options.columns or () if its else ():
         if column not in its:
             raise DataError(f"{printable(shards.root / name)} has no column {column!r}: {nearest(column, list(its))}")

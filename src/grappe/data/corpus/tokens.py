@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,18 @@ class Packed(_TokenDataset):
     def __init__(self, corpus: Corpus, length: int, *, column: str = "tokens", seed: int = 0) -> None:
         super().__init__(corpus, length, column)
         self.seed = seed
-        self._pack_ends, self._starts, self._counts = self._plan()
+
+        def make() -> WordsAndArrays:
+            starts, counts = self._pieces()
+            packs = best_fit(counts, length, seed)
+            by_pack = np.argsort(packs, kind="stable")
+            ends = np.cumsum(np.bincount(packs)).astype(np.uint32)
+            return (), (ends, starts[by_pack].astype(np.uint64), counts[by_pack].astype(np.uint32))
+
+        name = f"{column}-{length}-{seed}-{len(corpus)}.packed"
+        kinds = [np.dtype(kind) for kind in ("<u4", "<u8", "<u4")]
+        # Of each sample, where its pieces end, and of each piece, where it starts and what it predicts.
+        self._pack_ends, self._starts, self._counts = corpus.shards.kept(name, kinds, make)[0][1]
 
     def __len__(self) -> int:
         return len(self._pack_ends)
@@ -132,19 +143,6 @@ class Packed(_TokenDataset):
             target[at:end], at = tokens[1:], end
         names = ("input_ids", "position_ids", "documents")
         return dict(zip(names, map(torch.from_numpy, rows), strict=True)), torch.from_numpy(target)
-
-    def _plan(self) -> Sequence[NDArray[Any]]:
-        """Maps, of each sample, where its pieces end, and of each piece, where it starts and what it predicts."""
-
-        def make() -> WordsAndArrays:
-            starts, counts = self._pieces()
-            packs = best_fit(counts, self.length, self.seed)
-            by_pack = np.argsort(packs, kind="stable")
-            ends = np.cumsum(np.bincount(packs)).astype(np.uint32)
-            return (), (ends, starts[by_pack].astype(np.uint64), counts[by_pack].astype(np.uint32))
-
-        name = f"{self.column}-{self.length}-{self.seed}-{len(self.corpus)}.packed"
-        return self.corpus.shards.kept(name, [np.dtype(kind) for kind in ("<u4", "<u8", "<u4")], make)[0][1]
 
     def _pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns where each piece of a document starts among all tokens, and how many tokens it predicts."""

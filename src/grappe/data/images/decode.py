@@ -63,7 +63,11 @@ def header_of(data: bytes) -> ImageHeader:
     if data.startswith(b"\xff\xd8"):
         header = _jpeg(data)
     elif data.startswith(_PNG):
-        header = _png(data)
+        if len(data) < 33 or data[12:16] != b"IHDR":
+            raise NoPicture("damaged or cut off: a PNG without its first chunk")
+        if data[24] == 16:
+            raise NoPicture("PNG of 16 bits a channel, which has no one meaning in 8")
+        header = ImageHeader("png", int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big"), 0)
     else:
         header = _other(data)
     if header.height < 1 or header.width < 1:
@@ -96,14 +100,6 @@ def _jpeg(data: bytes) -> ImageHeader:
             break
         at += 2 + length
     raise NoPicture("damaged or cut off: its header gives no size")
-
-
-def _png(data: bytes) -> ImageHeader:
-    if len(data) < 33 or data[12:16] != b"IHDR":
-        raise NoPicture("damaged or cut off: a PNG without its first chunk")
-    if data[24] == 16:
-        raise NoPicture("PNG of 16 bits a channel, which has no one meaning in 8")
-    return ImageHeader("png", int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big"), 0)
 
 
 def _other(data: bytes) -> ImageHeader:
@@ -173,7 +169,16 @@ def decoded(data: bytes, header: ImageHeader, scale: int = 1, *, fast: bool = Tr
     height, width = -(-header.height // scale), -(-header.width // scale)
     library = simplejpeg() if fast and header.kind == "jpeg" and header.channels != 4 else None
     if library is None:
-        pixels = _by_pillow(data, header, scale)
+        from PIL import Image
+
+        formats: tuple[str, ...] = _OTHERS if header.kind == "other" else (header.kind.upper(),)
+        try:
+            with Image.open(io.BytesIO(data), formats=formats) as picture:
+                if scale > 1:
+                    picture.draft(picture.mode, (header.width // scale, header.height // scale))
+                pixels = np.array(picture.convert("RGB"))  # a copy: torch warns of arrays that it may not write to
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise NoPicture(f"damaged or cut off: {_sentence(error)}") from None
     else:
         least = {"min_height": height, "min_width": width} if scale > 1 else {}
         try:
@@ -183,19 +188,6 @@ def decoded(data: bytes, header: ImageHeader, scale: int = 1, *, fast: bool = Tr
     if pixels.shape != (height, width, 3):
         raise NoPicture(f"damaged: it decodes to {pixels.shape[1]} x {pixels.shape[0]} pixels")
     return pixels
-
-
-def _by_pillow(data: bytes, header: ImageHeader, scale: int) -> Pixels:
-    from PIL import Image
-
-    try:
-        formats: tuple[str, ...] = _OTHERS if header.kind == "other" else (header.kind.upper(),)
-        with Image.open(io.BytesIO(data), formats=formats) as picture:
-            if scale > 1:
-                picture.draft(picture.mode, (header.width // scale, header.height // scale))
-            return np.array(picture.convert("RGB"))  # a copy: torch warns of arrays that it may not write to
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise NoPicture(f"damaged or cut off: {_sentence(error)}") from None
 
 
 def _sentence(error: Exception) -> str:

@@ -1,8 +1,4 @@
-"""Keeps a listing of images as one .npy file, which is mapped into memory and shared by all processes of a node.
-
-The file (`index_file`) has the entries, where each name ends, and the names. It lies next to the source, or in the
-user's own folder; so does the list of images that cannot be decoded.
-"""
+"""Keeps a listing of images, and those that cannot be decoded, in files next to the source or in the user's folder."""
 
 from __future__ import annotations
 
@@ -61,44 +57,6 @@ def _content_hash(file: Path | None) -> str:
         return ""
     with reading(file), file.open("rb") as stream:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
-
-
-def _checked(
-    source: Path,
-    labels: LabelFiles,
-    names: tuple[str, ...],
-    description: Description,
-    arrays: Sequence[NDArray[Any]],
-) -> Index:
-    """Checks that an index is bounded, by its numbers, and some images.
-
-    Raises:
-        Stale: it is damaged, or belongs to another state of the source.
-    """
-    (entries, ends, name_bytes), (kind, classes, left_out, hashes) = arrays, description
-    if hashes != tuple(map(_content_hash, labels)):
-        raise Stale("the file of labels has changed")
-    if not len(entries) == len(ends) > 0 or int(ends[-1]) != len(name_bytes) or (ends[1:] < ends[:-1]).any():
-        raise Stale("it is damaged")
-    least, most = entries["label"].min(), entries["label"].max()
-    if least < 0 or most >= len(classes) or entries["file"].max() >= len(names):
-        raise Stale("it is damaged")
-    index = Index(
-        kind=kind,
-        classes=classes,
-        files=names,
-        entries=entries,
-        name_ends=ends,
-        name_bytes=name_bytes,
-        left_out=left_out,
-    )
-    reader = Reader(source, index)
-    for place in np.linspace(0, len(index) - 1, min(_PROBES, len(index))).astype(int).tolist():
-        try:
-            reader.read(place)
-        except DataError:
-            raise Stale(f"{reader.name(place)} has changed since") from None
-    return index
 
 
 class Reader:
@@ -187,7 +145,32 @@ def open_index(
         complain(f"grappe: reading the headers of {source}, once" + (f" ({why})" if why else ""))
         return described(source, listing(source, *label_files, report or (lambda words: None)), label_files)
 
-    check = functools.partial(_checked, source, label_files)
+    def check(names: tuple[str, ...], description: Description, arrays: Sequence[NDArray[Any]]) -> Index:
+        (entries, ends, name_bytes), (kind, classes, left_out, hashes) = arrays, description
+        if hashes != tuple(map(_content_hash, label_files)):
+            raise Stale("the file of labels has changed")
+        if not len(entries) == len(ends) > 0 or int(ends[-1]) != len(name_bytes) or (ends[1:] < ends[:-1]).any():
+            raise Stale("it is damaged")
+        least, most = entries["label"].min(), entries["label"].max()
+        if least < 0 or most >= len(classes) or entries["file"].max() >= len(names):
+            raise Stale("it is damaged")
+        index = Index(
+            kind=kind,
+            classes=classes,
+            files=names,
+            entries=entries,
+            name_ends=ends,
+            name_bytes=name_bytes,
+            left_out=left_out,
+        )
+        reader = Reader(source, index)
+        for place in np.linspace(0, len(index) - 1, min(_PROBES, len(index))).astype(int).tolist():
+            try:
+                reader.read(place)
+            except DataError:
+                raise Stale(f"{reader.name(place)} has changed since") from None
+        return index
+
     return index_file.kept(source, places(source, INDEX), Description, _KINDS, make, check, again=again)
 
 

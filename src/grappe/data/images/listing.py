@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import csv
 import dataclasses
 import json
@@ -140,13 +141,9 @@ def _in_threads(work: Callable[[T, int], _Part], items: Sequence[T], unit: str, 
 def _joined(
     kind: Kind, files: Sequence[str], classes: Sequence[str], parts: Sequence[_Part], left_out: LeftOut | None = None
 ) -> Index:
-    """Puts the images of several folders or archives together, in this order.
-
-    Raises:
-        DataError: a class's name, or a folder's, is not UTF-8, as an index has its words.
-    """
+    """Puts the images of several folders or archives together, in this order."""
     names = [name for part in parts for name in part.names]
-    for text in (*classes, *files):
+    for text in (*classes, *files):  # an index has its words in UTF-8
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -304,9 +301,6 @@ def _labels_of(file: Path, names: Sequence[bytes], numbering: Path | None) -> tu
     A line is a class of the image in that place (`n01751748`), or an image and its class (`NAME n01751748`, or with a
     comma, as Kaggle's LOC_val_solution.csv has it), or a number from 1, as ILSVRC2012_validation_ground_truth.txt has
     it. Such numbers are not in the order of the classes' names, so `numbering` must say what they mean.
-
-    Raises:
-        DataError: the file is of no such form, or an image has no line.
     """
     # A line names the image with or without its ending.
     stems = [Path(_text(name)).stem for name in names]
@@ -355,9 +349,6 @@ def _label_rows(file: Path, stems: Set[str]) -> list[list[str]]:
 
     With commas or semicolons it is CSV: quotes, a header and another order of the two columns are understood. Of
     Kaggle's LOC_val_solution.csv (ImageId,PredictionString) the class is the first word, before the boxes.
-
-    Raises:
-        DataError: there are several columns beside the image's.
     """
     lines = _label_lines(file)
     delimiter = next((each for each in ",;" if lines and each in lines[0]), None)
@@ -489,27 +480,20 @@ def _list_shard(source: Path, name: str, number: int) -> _Part:
         if not images:
             leave_out(left_out, _text(key), "samples without a picture")
             continue
+        label: object = None
+        if b"cls" in parts:
+            text = parts[b"cls"].head.strip()
+            label = int(text) if text.isdigit() and len(text) < 10 else None
+        elif b"json" in parts:
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
+                record = json.loads(archive.file.read(min(parts[b"json"].size, 1 << 20), parts[b"json"].offset))
+                label = next((record[name] for name in ("label", "cls", "class") if name in record), None)
+        if type(label) is not int or not 0 <= label < 1 << 31:
+            raise DataError(
+                f"{archive.title}: the sample '{printable(_text(key))}' has no label that is a whole number: KEY.cls, "
+                f'or "label" in KEY.json'
+            )
         (image,) = images
         path = os.fsencode(name) + b"/" + image.name.removeprefix(b"./")
-        rows.append(_row(image, path, _label_in_shard(archive, key, parts), file=number))
+        rows.append(_row(image, path, label, file=number))
     return _part(rows, left_out)
-
-
-def _label_in_shard(archive: Extent, key: bytes, parts: dict[bytes, Member]) -> int:
-    label: object = None
-    if b"cls" in parts:
-        text = parts[b"cls"].head.strip()
-        label = int(text) if text.isdigit() and len(text) < 10 else _text(text)
-    elif b"json" in parts:
-        member = parts[b"json"]
-        try:
-            record = json.loads(archive.file.read(min(member.size, 1 << 20), member.offset))
-            label = next((record[name] for name in ("label", "cls", "class") if name in record), None)
-        except (ValueError, TypeError, RecursionError):
-            label = None
-    if type(label) is not int or not 0 <= label < 1 << 31:
-        raise DataError(
-            f"{archive.title}: the sample '{printable(_text(key))}' has no label that is a whole number: KEY.cls, or "
-            f'"label" in KEY.json'
-        )
-    return label

@@ -166,7 +166,16 @@ def _extended(before: _Extension, kind: bytes, archive: Extent, position: int, s
         return before._replace(name=content.rstrip(b"\0"))
     if kind == b"K":  # the long target of a link, which is refused with the link
         return before
-    records = dict(_pax_records(content, archive))
+    records, at = dict[bytes, bytes](), 0
+    while at < len(content) and content[at]:  # `LENGTH KEY=VALUE` and a line feed; the length counts all of the record
+        space = content.find(b" ", at, at + 20)
+        digits = content[at:space] if space > 0 else b""
+        length = int(digits) if digits.isdigit() else 0
+        record = content[space + 1 : at + length]
+        key, equals, value = record.removesuffix(b"\n").partition(b"=")
+        if not equals or not record.endswith(b"\n") or at + length > len(content):
+            _refuse(archive, "a damaged pax header")
+        records[key], at = value, at + length
     if kind == b"g":
         if records.keys() & {b"path", b"size"}:
             _refuse(archive, "one name or size for all members (a global pax header)")
@@ -179,21 +188,6 @@ def _extended(before: _Extension, kind: bytes, archive: Extent, position: int, s
         _refuse(archive, "a pax header with a negative size")
     sparse = before.sparse or any(key.startswith(b"GNU.sparse.") for key in records)
     return _Extension(records.get(b"path", before.name), size_now, sparse)
-
-
-def _pax_records(content: bytes, archive: Extent) -> Iterator[tuple[bytes, bytes]]:
-    """The records `LENGTH KEY=VALUE` and a line feed; the length counts all of the record."""
-    at = 0
-    while at < len(content) and content[at]:
-        space = content.find(b" ", at, at + 20)
-        digits = content[at:space] if space > 0 else b""
-        length = int(digits) if digits.isdigit() else 0
-        record = content[space + 1 : at + length]
-        key, equals, value = record.removesuffix(b"\n").partition(b"=")
-        if not equals or not record.endswith(b"\n") or at + length > len(content):
-            _refuse(archive, "a damaged pax header")
-        yield key, value
-        at += length
 
 
 def _checked_size(header: bytes, archive: Extent, position: int) -> int:

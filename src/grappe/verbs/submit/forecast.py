@@ -22,18 +22,9 @@ from grappe.sites.schema import Site
 from grappe.sites.script import Script, clock
 from grappe.training.request import data_folder
 from grappe.training.watchers.expected_end import span
+from grappe.verbs.foresee import training_time
 from grappe.verbs.foresee.foresee import WORTH, budget_in, site_fabric
 from grappe.verbs.foresee.run_forecast import traced
-from grappe.verbs.foresee.training_time import (
-    MARGIN,
-    RemainingTraining,
-    RunQuery,
-    TimeCosts,
-    TimeEstimate,
-    earlier_run,
-    steps_done,
-    time_limit,
-)
 from grappe.verbs.submit.resources import Submission, placed, with_plan
 from grappe.words import and_more, count_of, format_bytes, format_seconds, plan_name
 
@@ -334,8 +325,8 @@ def with_time(submission: Submission) -> tuple[Submission, str, tuple[str, ...] 
     resources = layout(plan, site, dataclasses.replace(job, time=f"{least}s"))
     here = job.site in (None, current()) and resources.nodes == 1
     here = here and site.node is not None and site.node.cores == os.cpu_count()
-    query = RunQuery(task=task, plan=plan, site=site, layout=resources, here=here)
-    estimate = earlier_run(query, job.runs, submission.run, submission.options)
+    query = training_time.RunQuery(task=task, plan=plan, site=site, layout=resources, here=here)
+    estimate = training_time.earlier_run(query, job.runs, submission.run, submission.options)
     if estimate is None:
         try:
             estimate = _foreseen(submission, query)
@@ -344,21 +335,21 @@ def with_time(submission: Submission) -> tuple[Submission, str, tuple[str, ...] 
                 f"--time auto: no run in {job.runs} has measured this task with this plan on such a device, and its "
                 f"time cannot be foreseen: {error}. {advice}"
             ) from None
-    remaining = RemainingTraining.of(
+    remaining = training_time.RemainingTraining.of(
         submission.options,
-        done=steps_done(submission.run) or submission.epochs_done * estimate.steps_per_epoch,
+        done=training_time.steps_done(submission.run) or submission.epochs_done * estimate.steps_per_epoch,
         epochs=task.epochs,
         steps_per_epoch=estimate.steps_per_epoch,
     )
     made = (job.env or site.job.environment) in MADE_ON_NODES
     needed = estimate.costs.seconds(remaining) + (MADE_SECONDS if made else HERE_SECONDS)
-    limit = time_limit(needed, least, longest(resources, site, job))
+    limit = training_time.time_limit(needed, least, longest(resources, site, job))
     slow = estimate.costs.step / (1 - estimate.costs.spread)
     text = (
         f"time limit {clock(limit)}: {remaining.steps:,} steps of {format_seconds(slow)} and "
         f"{count_of(remaining.evaluations, 'evaluation')}, {estimate.origin}, with start-up"
     )
-    if limit >= needed * (1 + MARGIN):
+    if limit >= needed * (1 + training_time.MARGIN):
         text = f"{text} and a margin"
     else:
         text = f"{text}, take {span(needed)}, and {site.name} gives at most that limit"
@@ -370,13 +361,10 @@ def with_time(submission: Submission) -> tuple[Submission, str, tuple[str, ...] 
     return timed, text, estimate.warnings
 
 
-def _foreseen(submission: Submission, query: RunQuery) -> TimeEstimate:
+def _foreseen(submission: Submission, query: training_time.RunQuery) -> training_time.TimeEstimate:
     """Foresees the training's time: on GPUs from a trace and the data sheet; on cores like these from a few steps here.
 
     The memory is judged from the same trace.
-
-    Raises:
-        GrappeError: it cannot be foreseen.
     """
     fabric, plan = None, dataclasses.replace(query.plan, threads=query.plan.threads or query.layout.cores)
     if query.layout.gpus:
@@ -405,8 +393,8 @@ def _foreseen(submission: Submission, query: RunQuery) -> TimeEstimate:
             progress("")
         seconds, spread = step.total, step.spread
         origin = "as measured on this machine, at the slow end, if the job's cores are as fast as these"
-    return TimeEstimate(
-        costs=TimeCosts(
+    return training_time.TimeEstimate(
+        costs=training_time.TimeCosts(
             step=seconds,
             evaluation=OF_A_STEP * seconds * trace["evaluated"],
             save=trace["saved"] / WRITTEN,
@@ -419,7 +407,7 @@ def _foreseen(submission: Submission, query: RunQuery) -> TimeEstimate:
     )
 
 
-def _traced(submission: Submission, query: RunQuery, plan: Plan, fabric: Fabric | None) -> dict[str, Any]:
+def _traced(submission: Submission, query: training_time.RunQuery, plan: Plan, fabric: Fabric | None) -> dict[str, Any]:
     """Traces the model once; returns a GPU's step, the training's sizes, and the warnings."""
     from grappe.foresight.forecast import memory_forecast
     from grappe.foresight.gpu_time import gpu_time

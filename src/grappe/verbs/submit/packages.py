@@ -25,16 +25,7 @@ from grappe.errors.remedies import remedy
 from grappe.launch import command
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
-from grappe.sites.environment import (
-    MADE_ON_NODES,
-    REQUIREMENTS,
-    Packages,
-    libraries,
-    modules_of,
-    own_wheel,
-    packages,
-    packed,
-)
+from grappe.sites import environment
 from grappe.sites.sbatch import TUNE
 from grappe.sites.schema import Site
 from grappe.sites.script import Script
@@ -71,22 +62,14 @@ class Wheelhouse:
     site: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Resolved:
-    """The packages to install, each with its version."""
-
-    requirements: list[str]
-    python: str
-
-
 class Unresolvable(Exception):
     """Nothing can be resolved on this machine; the message says why."""
 
 
 def resolve(
     wheel: tuple[str, bytes], extras: Sequence[str], requirements: Sequence[str], house: Wheelhouse
-) -> Resolved:
-    """Resolves the versions that pip would install on a node.
+) -> tuple[list[str], str]:
+    """Resolves the versions that pip would install on a node; returns them, sorted, and the node's Python.
 
     Args:
         wheel: grappe's own, whose requirements are resolved.
@@ -118,10 +101,8 @@ def resolve(
         report = json.loads((folder / "report.json").read_text())
     installed = [(entry["metadata"]["name"], entry["metadata"]["version"]) for entry in report["install"]]
     machine = report["environment"]
-    return Resolved(
-        requirements=sorted(f"{name}=={version}" for name, version in installed if name != "grappe"),
-        python=f"{machine['python_full_version']} {machine['platform_machine']}",
-    )
+    python = f"{machine['python_full_version']} {machine['platform_machine']}"
+    return sorted(f"{name}=={version}" for name, version in installed if name != "grappe"), python
 
 
 def _pip(folder: Path, requirements: list[str], house: Wheelhouse, lacking: int) -> str | None:
@@ -176,7 +157,7 @@ def torch_of(script: Script) -> str:
         folders = sys.path if kind == "here" else map(str, Path(kind).glob("lib/python3*/site-packages"))
         distributions = importlib.metadata.distributions(name="torch", path=list(folders))
         return next((f"torch {torch.version}, as installed" for torch in distributions), "")
-    if pinned := PINNED.search(content.files[REQUIREMENTS].decode()):
+    if pinned := PINNED.search(content.files[environment.REQUIREMENTS].decode()):
         return f"torch {pinned[1]}, from wheels"
     try:
         if kind == "module" and content.locked:
@@ -203,7 +184,7 @@ def _stand_in(folder: Path, what: str) -> bool:
         version = here.version.partition("+")[0] if "==" not in what else version
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     metadata += "".join(f"Requires-Dist: {requirement}\n" for requirement in needs)
-    file, content = packed(re.sub(r"[-_.]+", "_", name), version, {"METADATA": metadata}, {})
+    file, content = environment.packed(re.sub(r"[-_.]+", "_", name), version, {"METADATA": metadata}, {})
     if (folder / file).exists():
         return False
     (folder / file).write_bytes(content)
@@ -279,15 +260,13 @@ def modules_of_file(file: Path) -> set[str]:
     return modules
 
 
+_distributions = functools.cache(importlib.metadata.packages_distributions)  # which takes 1.5 seconds
+
+
 def package_of(module: str) -> str:
     """Returns the package of a top-level module: as installed here, or by its usual name."""
     distributions = _distributions().get(module)
     return distributions[0] if distributions else RENAMED.get(module, module)
-
-
-@functools.cache
-def _distributions() -> Mapping[str, list[str]]:
-    return importlib.metadata.packages_distributions()  # 1.5 seconds
 
 
 def imported(file: Path) -> list[str]:
@@ -402,7 +381,9 @@ def _plain(requirement: str) -> str:
     return SEPARATORS.sub("-", match["name"]).lower() if match else requirement
 
 
-def job_packages(submission: Submission, site: Site, plan: Plan, *, show: bool) -> tuple[Packages | None, str]:
+def job_packages(
+    submission: Submission, site: Site, plan: Plan, *, show: bool
+) -> tuple[environment.Packages | None, str]:
     """Returns the packages of an environment that is made on the nodes, and the reason why they were not checked.
 
     Args:
@@ -412,7 +393,7 @@ def job_packages(submission: Submission, site: Site, plan: Plan, *, show: bool) 
         UsageError: a request is malformed, or the wheelhouse lacks packages.
     """
     job, kind = submission.job, submission.job.env or site.job.environment
-    if kind not in MADE_ON_NODES:
+    if kind not in environment.MADE_ON_NODES:
         for name, value in (("with", job.with_), ("requirements", job.requirements)):
             if value:
                 raise UsageError(
@@ -423,23 +404,23 @@ def job_packages(submission: Submission, site: Site, plan: Plan, *, show: bool) 
     if job.wheels is not None and not show and not job.wheels.is_dir():
         raise UsageError(f"--wheels={job.wheels}: there is no such folder")
     house = Wheelhouse(
-        modules=modules_of(site, job.modules, plan),
+        modules=environment.modules_of(site, job.modules, plan),
         wheels=job.wheels and job.wheels.absolute(),
         on_modules=kind == "module",
         site=site.name,
     )
-    wheel = own_wheel()
-    features = {*libraries(plan), *submission.loggers, *(["tune"] if submission.command == TUNE else [])}
+    wheel = environment.own_wheel()
+    features = {*environment.libraries(plan), *submission.loggers, *(["tune"] if submission.command == TUNE else [])}
     extras = sorted(features & {*(importlib.metadata.metadata("grappe").get_all("Provides-Extra") or ())})
     lines = requirements(submission)
     why = "the script is only shown"
     if not show:
         try:
-            resolved = resolve(wheel, extras, lines, house)
+            resolved, python = resolve(wheel, extras, lines, house)
         except Unresolvable as error:
             why = str(error)
         else:
-            depends = [resolved.python, *house.modules, str(house.on_modules)]
-            return packages(wheel, resolved.requirements, depends, locked=True), ""
+            depends = [python, *house.modules, str(house.on_modules)]
+            return environment.packages(wheel, resolved, depends, locked=True), ""
     depends = [*house.modules, str(house.on_modules)]
-    return packages(wheel, [*_own(extras), *lines], depends, locked=False), why
+    return environment.packages(wheel, [*_own(extras), *lines], depends, locked=False), why

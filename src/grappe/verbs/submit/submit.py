@@ -63,22 +63,17 @@ class Submitted:
 Examine = Callable[[Submission, Script], None]
 
 
-def submit(submission: Submission, *, show: bool = False, examine: Examine | None = None) -> Iterator[Submitted]:
-    """Submits a job, or one for each number of GPUs; with `show`, only renders the scripts.
+def submit_all(
+    submissions: Iterable[Submission], *, show: bool = False, examine: Examine | None = None
+) -> Iterator[Submitted]:
+    """Submits a job, or one for each number of GPUs, of each submission; with `show`, only renders the scripts.
 
     Args:
         examine: called with each job's script when all were checked, before the first is submitted.
 
     Raises:
-        GrappeError: the submission is wrong, or sbatch rejects a job; the queue then has none of these jobs.
+        GrappeError: a submission is wrong, or sbatch rejects a job; the queue then has none of these jobs.
     """
-    yield from submit_all([submission], show=show, examine=examine)
-
-
-def submit_all(
-    submissions: Iterable[Submission], *, show: bool = False, examine: Examine | None = None
-) -> Iterator[Submitted]:
-    """Submits several jobs; all are checked before the first is submitted."""
     jobs = [job for submission in submissions for job in jobs_of(submission)]
     scripts = [job_script(job, show=show) for job in jobs]
     texts = [render(script) for script in scripts]
@@ -252,11 +247,7 @@ def _warnings(script: Script) -> Iterator[str]:
 
 
 def _folder(submission: Submission) -> Path:
-    """Returns the run's folder, or the folder of another command's job.
-
-    Raises:
-        RunError: the run is finished, or the run that the command reads is none.
-    """
+    """Returns the run's folder, or the folder of another command's job."""
     base, run = submission.job.runs, submission.run
     if submission.command == LAUNCH and run is not None:
         return run.absolute()
