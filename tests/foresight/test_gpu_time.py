@@ -48,9 +48,10 @@ def test_networks_count_where_they_are_needed_and_known() -> None:
     fast = dataclasses.replace(NARVAL, network_gbit=1e5)
     assert fast.all_reduce(1e9, 8) == pytest.approx(2 * 7 / 8 * 1e9 / LINK)
     unknown = dataclasses.replace(NARVAL, network_gbit=None)
-    unknown.refuse_unknown_network(Plan(replicate=4))
+    fake_model = FakeModel(Small(), Path("data"), foreach=True, records=True)
+    assert gpu_time(fake_model, Plan(replicate=4), unknown).compute
     with pytest.raises(PlanError, match="8 GPUs, and a node has 4: the rate of the network between nodes is not known"):
-        unknown.refuse_unknown_network(Plan(replicate=8))
+        gpu_time(fake_model, Plan(replicate=8), unknown)
     rates = {name: found.node.network_gbit for name in sites.files() if (found := sites.find(name)).node}
     assert (rates["narval"], rates["tamia"], rates["killarney"]) == (100, 800, 100)
 

@@ -68,6 +68,7 @@ class Batches:
         self._world = World(process=ProcessRank(), device=CPU)
         self._read = self._rehearsed(min(SAMPLES, self.samples))
         self.example = self._loader(2).example()
+        """The inputs of one or two samples, by which a pipeline's stages are cut."""
 
     def of(self, rows: int) -> Batch:
         """Makes a batch of `rows` samples, without values."""
@@ -328,7 +329,8 @@ class FakeModel:
                 )
             return dataclasses.replace(trace, moved=tuple(host.moved for host in hosts))
 
-        return self._with_kernels(self._run(plan, "run" if trains else "be evaluated", run, part.number), threads)
+        trace = self._run(plan, "run" if trains else "be evaluated", run, part.number)
+        return with_kernels(trace, self._kernels, threads)
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 - as long as the fake model
     def passes(
@@ -368,7 +370,7 @@ class FakeModel:
             return [dataclasses.replace(trace, moved=moved) for trace in traces]
 
         traces = self._run(Plan(replicate=slices.ways), "run" if trains else "be evaluated", run)
-        return tuple(self._with_kernels(trace, threads) for trace in traces)
+        return tuple(with_kernels(trace, self._kernels, threads) for trace in traces)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         """Returns the units of a model of the task, as a training without a pipeline has them."""
@@ -419,20 +421,9 @@ class FakeModel:
             if plan.processes == 1:
                 return run(self._build_model(), World(process=ProcessRank(), device=CPU))
             with pretended(plan, part) as world:
-                if plan.tensor == 1:
-                    return run(self._build_model(), world)
-                run(self._split(plan, world), world)
-                return run(self._split(plan, world), world)
-
-    def _split(self, plan: Plan, world: World) -> nn.Module:
-        model = on_meta(self.task, stored_in(self._plain))
-        split_tensors(model, self.task, plan, world)
-        with self.mode:
-            give_memory(model, CPU)
-        return model.train()
-
-    def _with_kernels(self, trace: Trace, threads: int) -> Trace:
-        return trace if self._kernels is None else with_kernels(trace, self._kernels, threads)
+                if plan.tensor > 1:
+                    run(self._build_model(plan, world), world)
+                return run(self._build_model(plan, world), world)
 
     @functools.cached_property
     def _validation(self) -> Batches:
@@ -448,12 +439,10 @@ class FakeModel:
         """Returns the number of validation samples."""
         return self._validation.samples
 
-    def example(self) -> Any:
-        """Returns the inputs of one or two samples, by which a pipeline's stages are cut."""
-        return self.batches.example
-
-    def _build_model(self) -> nn.Module:
+    def _build_model(self, plan: Plan = ONE_PROCESS, world: World | None = None) -> nn.Module:
         model = on_meta(self.task, stored_in(self._plain))
+        if plan.tensor > 1 and world is not None:
+            split_tensors(model, self.task, plan, world)
         with self.mode:
             give_memory(model, CPU)
         return model.train()

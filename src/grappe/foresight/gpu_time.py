@@ -84,14 +84,6 @@ class Fabric:
     network_gbit: float | None = None
     """Gb/s of all of a node's network adapters together, in one direction; None: unknown."""
 
-    def refuse_unknown_network(self, plan: Plan) -> None:
-        """Raises PlanError for a plan that needs a network whose rate is unknown."""
-        if plan.processes > max(1, self.node) and self.network_gbit is None:
-            raise PlanError(
-                f"{plan.processes} GPUs, and a node has {self.node}: the rate of the network between nodes is not "
-                "known here (network_gbit in the site's file), so the time is not foreseen"
-            )
-
     def all_reduce(self, size: float, degree: int, stride: int = 1) -> float:
         """Computes the seconds of a ring's all-reduce of `size` bytes (Patarasuk and Yuan 2009).
 
@@ -136,7 +128,11 @@ def gpu_time(fake_model: FakeModel, plan: Plan, fabric: Fabric, *, batch: int | 
         TaskError: the task cannot be traced.
     """
     refuse_untimed(plan)
-    fabric.refuse_unknown_network(plan)
+    if plan.processes > max(1, fabric.node) and fabric.network_gbit is None:
+        raise PlanError(
+            f"{plan.processes} GPUs, and a node has {fabric.node}: the rate of the network between nodes is not "
+            "known here (network_gbit in the site's file), so the time is not foreseen"
+        )
     device = fabric.device
     device.flops(plan.precision)
     fake_model = fake_model.of(plan)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -180,25 +181,6 @@ class States:
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Peaks:
-    """The most bytes that torch allocates on a process's device; None: not known."""
-
-    step: int | None
-    evaluation: int | None
-
-
-UNKNOWN = Peaks(step=None, evaluation=None)
-
-
-def neediest(several: Iterable[Peaks]) -> Peaks:
-    """Returns the largest peaks of several processes; None where one is not known."""
-    steps, evaluations = zip(*((each.step, each.evaluation) for each in several), strict=True)
-    return Peaks(
-        step=None if None in steps else max(steps), evaluation=None if None in evaluations else max(evaluations)
-    )
-
-
 def states(parts: Sequence[ParameterShard], buffers: int) -> States:
     """Sums the states of a process's parts."""
     return States(
@@ -296,18 +278,18 @@ class FsdpMemory:
         self._away = away
         self._parameters, self._ways, self._zero, self._reduces = parameters, ways, zero, reduces
         self._copies, self._held = copies, held
-        self._full: dict[int, int] = {}
-        self._trained: dict[int, int] = {}
-        self._whole: dict[int, int] = {}  # gradients before they are reduced, by unit
+        self._full = Counter[int]()
+        self._trained = Counter[int]()
+        self._whole = Counter[int]()  # gradients before they are reduced, by unit
         self._accumulates = there and zero == 1
         for parameter in parameters:
             if not parameter.shape:  # scalars stay whole
                 continue
-            _add(self._full, parameter.unit, padded(parameter, ways))
+            self._full[parameter.unit] += padded(parameter, ways)
             if parameter.trained:
-                _add(self._trained, parameter.unit, padded(parameter, ways))
+                self._trained[parameter.unit] += padded(parameter, ways)
                 if self._accumulates:
-                    _add(self._whole, parameter.unit, parameter.size)
+                    self._whole[parameter.unit] += parameter.size
         self._gathered: dict[int, int] = {}  # whole parameters, by unit
         self._buffers: dict[int, int] = {}  # what all-gathers write, by unit
         self._reducing = 0  # what the last reduce-scatter read
@@ -358,8 +340,8 @@ class FsdpMemory:
             case "reduce" if self._held:
                 self._held = False
                 for parameter in self._parameters:
-                    if parameter.shape and parameter.trained:
-                        _add(self._whole, parameter.unit, parameter.size)
+                    if parameter.trained:
+                        self._add(parameter)
                 self._traced = sum(self._whole.values())
                 self._end()
         return max(self._most, self.now)
@@ -425,7 +407,7 @@ class FsdpMemory:
 
     def _add(self, parameter: Parameter) -> None:
         if parameter.shape and not self._accumulates:
-            _add(self._whole, parameter.unit, parameter.size)
+            self._whole[parameter.unit] += parameter.size
 
     def _reduce(self, unit: int) -> None:
         """Frees a unit's parameters, and reduces its gradients."""
@@ -461,7 +443,3 @@ class FsdpMemory:
 
     def _note(self, besides: int = 0) -> None:
         self._most = max(self._most, self.now + besides)
-
-
-def _add(sizes: dict[int, int], unit: int, size: int) -> None:
-    sizes[unit] = sizes.get(unit, 0) + size

@@ -297,7 +297,8 @@ def traced_step(
         ledger.mark(trace.REDUCE)  # gradients, and what was received into, which stays
     for parameter in parameters:
         parameter.grad = None
-    return _made(ledger, batch, [bounds.handed(number) for number in own])
+    handed_on = _bytes(bounds.handed(number) for number in own)
+    return trace.made(ledger, batch.microbatches[0], boundaries=handed_on)
 
 
 def _mark_units(stages: Sequence[Stage], own: Mapping[int, Stage], ledger: trace.Ledger) -> None:
@@ -327,7 +328,7 @@ def traced_evaluation(
             assert stage.leaving is not None
             numbers = trace.scored(losses, tree_unflatten(list(outputs), stage.leaving), micro, batch)
         ledger.mark(trace.SCORED)
-    return dataclasses.replace(_made(ledger, batch, [outputs]), numbers=numbers)
+    return trace.made(ledger, micro, boundaries=_bytes([outputs]), numbers=numbers)
 
 
 def _ledger(stages: Iterable[Stage], batch: Batch, describes: bool, records: bool = False) -> trace.Ledger:
@@ -336,16 +337,8 @@ def _ledger(stages: Iterable[Stage], batch: Batch, describes: bool, records: boo
     return trace.Ledger(existing, describes=describes, records=records)
 
 
-def _made(ledger: trace.Ledger, batch: Batch, handed: Iterable[Leaves]) -> trace.Trace:
-    micro = batch.microbatches[0]
-    return trace.Trace(
-        rows=micro.size,
-        marks=trace.ordered(ledger.marks),
-        batch=sum(tensor.nbytes for tensor in trace.tensors_of(micro)),
-        boundaries=tuple(sum(leaf.nbytes for leaf in leaves) for leaves in handed),
-        calls=tuple(ledger.calls),
-        operators=tuple(ledger.operators),
-    )
+def _bytes(several: Iterable[Leaves]) -> tuple[int, ...]:
+    return tuple(sum(leaf.nbytes for leaf in leaves) for leaves in several)
 
 
 def _like(leaf: Tensor, requires_grad: bool = False) -> Tensor:

@@ -250,7 +250,6 @@ def traced(
         trains: whether to run backward; else gradients must be off.
     """
     micro = batch.microbatches[0]
-    tensors = [local_rows(each) for each in tensors_of(micro)]
     existing = [*model.parameters(), *model.buffers(), *map(local_rows, tensors_of(batch.microbatches))]
     ledger = Ledger(existing, describes=describes, records=records)
     for number, unit in enumerate(units):
@@ -275,15 +274,19 @@ def traced(
         else:
             numbers = result
             ledger.mark(SCORED)
+    return made(ledger, micro, ahead=ahead, numbers=numbers)
+
+
+def made(ledger: Ledger, micro: Microbatch, **others: Any) -> Trace:
+    """Returns the trace that a ledger has followed, of a microbatch."""
     return Trace(
         rows=micro.size,
         marks=ordered(ledger.marks),
-        batch=sum(tensor.nbytes for tensor in tensors),
+        batch=sum(local_rows(tensor).nbytes for tensor in tensors_of(micro)),
         message=ledger.message,
         calls=tuple(ledger.calls),
         operators=tuple(ledger.operators),
-        ahead=ahead,
-        numbers=numbers,
+        **others,
     )
 
 
@@ -300,8 +303,10 @@ def _first_pass(task: Task, model: nn.Module, losses: WholeBatchLosses, batch: B
     ledger.mark(SCORED)
 
 
-def with_kernels(trace: Trace, kernels: Kernels, threads: int) -> Trace:
+def with_kernels(trace: Trace, kernels: Kernels | None, threads: int) -> Trace:
     """Returns the trace, with the bytes that its kernels take besides their output with `threads` threads."""
+    if kernels is None:
+        return trace
     calls = [call for call in trace.calls if call[2].starts(WITH_SCRATCH)]
     sizes = kernels.sizes((call for _, _, call in calls), threads)
     marks = list(trace.marks)
