@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import PlanError, RunError
 from grappe.errors.foreign_text import printable
+from grappe.foresight.devices import device_named, device_reported
 from grappe.plan import Plan
 from grappe.training.options import Options, occasions_left
 from grappe.training.run import SAVED, Run, all_runs
@@ -140,8 +141,6 @@ def steps_done(run: Path | None) -> int:
 
 def _took_such_steps(query: RunQuery, run: Run, description: Mapping[str, Any]) -> bool:
     """Returns whether a run took the same steps as the query's, on such a device."""
-    from grappe.foresight.devices import device_named, device_reported
-
     if not same_task(query.task, description) or description.get("source") != source_hash(query.task):
         return False
     requested = field_texts(query.task)
