@@ -269,50 +269,41 @@ def point_of_run(run: Run) -> Measurement:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JobRequest:
-    """The input of a measurement in Slurm jobs on a site."""
-
-    task: str
-    fields: tuple[str, ...]
-    plans: tuple[str, ...]
-    options: MeasureOptions
-    job: JobOptions
-    data: str | None
-
-
-def send(request: JobRequest, *, show: bool = False) -> Iterator[Submitted]:
-    """Submits a job for each point and repetition; with `show`, only renders the scripts.
+def send(
+    task: str,
+    plans: Sequence[str],
+    *,
+    options: MeasureOptions,
+    job: JobOptions,
+    fields: Sequence[str] = (),
+    data: Path | None = None,
+    show: bool = False,
+) -> Iterator[Submitted]:
+    """Submits a job of a site for each point and repetition; with `show`, only renders the scripts.
 
     Raises:
         GrappeError: the request is wrong, or sbatch rejects a job.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    points = [
-        (text, batch)
-        for _ in range(request.options.repeats)
-        for batch in request.options.batch_size or (0,)
-        for text in request.plans
-    ]
+    points = itertools.product(range(options.repeats), options.batch_size or (0,), plans)
+    steps = options.steps + WARMUP
     submissions = []
-    for place, (text, batch) in enumerate(points, 1):
-        fields = request.fields
-        if batch or request.options.weak:
-            total = batch or finder.make(finder.find(request.task), split(fields)).batch_size
-            total *= Plan.parse(text).data_parallel if request.options.weak else 1
-            others = [field for field in fields if not field.startswith("batch_size=")]
-            fields = (*others, f"batch_size={total}")
-        options = Options(steps_only=True, steps=request.options.steps + WARMUP)
+    for place, (_, batch, text) in enumerate(points, 1):
+        words = tuple(fields)
+        if batch or options.weak:
+            total = batch or finder.make(finder.find(task), split(fields)).batch_size
+            total *= Plan.parse(text).data_parallel if options.weak else 1
+            words = (*(field for field in fields if not field.startswith("batch_size=")), f"batch_size={total}")
         submissions.append(
             Submission(
-                task=request.task,
-                arguments=(request.task, *fields, "--steps-only", "--steps", str(options.steps)),
+                task=task,
+                arguments=(task, *words, "--steps-only", "--steps", str(steps)),
                 plans=(text,),
-                fields=fields,
-                run=request.job.runs / f"measure-{stamp}-{place}",
-                data=request.data,
-                options=options,
-                job=dataclasses.replace(request.job, restarts=0),
+                fields=words,
+                run=job.runs / f"measure-{stamp}-{place}",
+                data=None if data is None else str(data),
+                options=Options(steps_only=True, steps=steps),
+                job=dataclasses.replace(job, restarts=0),
             )
         )
     yield from submit_all(submissions, show=show)
