@@ -12,7 +12,9 @@ from grappe import sites
 from grappe.errors import PlanError
 from grappe.foresight.devices import LEAST, OF_BANDWIDTH, device_named
 from grappe.foresight.fake_model import FakeModel
-from grappe.foresight.gpu_time import NETWORK_LEAST, OF_NETWORK, Fabric, PipelinePasses, gpu_time, update_operators
+from grappe.foresight.gpu_time import NETWORK_LEAST, OF_NETWORK, Fabric, gpu_time, pass_means, update_operators
+from grappe.foresight.partition import traced_passes
+from grappe.foresight.pipeline_trace import orders_of
 from grappe.foresight.trace import LOSS
 from grappe.parallel.pipeline.rules import RULES
 from grappe.plan import Plan
@@ -129,8 +131,9 @@ def test_a_clipped_gradient_is_measured_and_scaled_before_the_update() -> None:
 @pytest.mark.parametrize("schedule", sorted(RULES))
 def test_the_passes_of_a_pipeline_run_a_microbatchs_operators(schedule: str) -> None:
     fake_model = FakeModel(Digits(), Path("data"), records=True)
-    passes = PipelinePasses(fake_model, Plan.parse(f"pipeline=2,microbatches=4,schedule={schedule}"), 64)
-    means = passes.means(lambda one: one.flops)
+    plan = Plan.parse(f"pipeline=2,microbatches=4,schedule={schedule}")
+    passes = orders_of(plan), traced_passes(fake_model, plan, 64)
+    means = pass_means(*passes, lambda one: one.flops)
     trace = fake_model.trace(16)
     loss = next(number for number, mark in enumerate(trace.marks) if mark.kind == LOSS)
     found: dict[str, float] = defaultdict(float)
@@ -142,7 +145,7 @@ def test_the_passes_of_a_pipeline_run_a_microbatchs_operators(schedule: str) -> 
     }
     if RULES[schedule].splits_backward:
         # torch leaves the first stage's whole backward to the other half
-        assert passes.means(lambda one: 1)["inputs", 0] == 0
+        assert pass_means(*passes, lambda one: 1)["inputs", 0] == 0
         assert means["weights", 1] > 0 and means["inputs", 1] > 0
     else:
         assert {kind for kind, _ in means} == {"forward", "backward"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -65,20 +65,11 @@ def stepped(
         The parameters; and how many times the largest of their temporary bytes a step of all takes: Python keeps the
         last parameter's until the next has made its own, and foreach makes all at once.
     """
-    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    for group in optimizer.param_groups:
-        if foreach and group.get("foreach", False) is None:
-            group["foreach"] = True
     parameters = []
     for name, parameter in named:
         split, unsplit, temporary = [], [], 0
         if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)
-            optimizer.step()  # makes the state
-            ledger = Ledger([parameter, parameter.grad, *_state(optimizer, parameter)])
-            with ledger:
-                optimizer.step()
-            ledger.mark(END)
+            ledger = second_step(optimizer, [parameter], foreach=foreach)
             for value in _settled(optimizer, parameter, ledger.now):
                 (split if value.shape == parameter.shape and value.dim() else unsplit).append(value.nbytes)
             parameter.grad = None
@@ -95,18 +86,39 @@ def stepped(
                 temporary=temporary,
             )
         )
-    for _, parameter in trained:
-        parameter.grad = torch.empty_like(parameter)
-    pairs = [(parameter.grad, _state(optimizer, parameter)) for _, parameter in named]
-    held = [value for gradient, state in pairs for value in (gradient, *state) if value is not None]
-    ledger = Ledger([*(parameter for _, parameter in named), *held])
-    with ledger:
-        optimizer.step()
-    ledger.mark(END)
-    for _, parameter in trained:
+    trained = [parameter for _, parameter in named if parameter.requires_grad]
+    ledger = second_step(optimizer, trained, foreach=foreach)
+    for parameter in trained:
         parameter.grad = None
     largest = max(1, *(parameter.temporary for parameter in parameters))
     return tuple(parameters), ledger.marks[-1].peak / largest
+
+
+def second_step(
+    optimizer: Optimizer,
+    parameters: Sequence[nn.Parameter],
+    *,
+    clip: Callable[[], object] | None = None,
+    foreach: bool,
+    records: bool = False,
+) -> Ledger:
+    """Steps an optimizer twice with empty gradients of some parameters; follows the second step, with its clipping."""
+    for group in optimizer.param_groups:
+        if foreach and group.get("foreach", False) is None:
+            group["foreach"] = True
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()  # makes the state
+    pairs = [(parameter.grad, _state(optimizer, parameter)) for parameter in parameters]
+    held = [value for gradient, state in pairs for value in (gradient, *state) if value is not None]
+    ledger = Ledger([*parameters, *held], records=records)
+    with ledger:
+        if clip is not None:
+            with torch.no_grad():
+                clip()
+        optimizer.step()
+    ledger.mark(END)
+    return ledger
 
 
 def _state(optimizer: Optimizer, parameter: nn.Parameter) -> list[Tensor]:
@@ -386,8 +398,7 @@ class FsdpMemory:
             if unit not in self._buffers:
                 self._gather(unit)
             self._copy_out(unit)
-            freed = self._buffers.pop(unit, 0)
-            self._linger(freed)
+            self._linger(self._buffers.pop(unit, 0))
         place = self._places[unit].pop() if self._places.get(unit) else 0
         if place and self._order[place - 1] not in self._gathered:
             self._gather(self._order[place - 1])
