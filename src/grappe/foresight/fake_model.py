@@ -89,14 +89,10 @@ class Batches:
                 made = Microbatch(inputs, targets, rows, weights, 0, ids)
                 read = read._replace(microbatches=(made,), samples=rows)
         micro = read.microbatches[0]
-        fake = tree_map(self._fake, (micro.inputs, micro.targets, micro.weights))
+        fake = tree_map(self.without_values, (micro.inputs, micro.targets, micro.weights))
         micro = micro._replace(inputs=fake[0], targets=fake[1], weights=fake[2])
-        count_of = read.count if isinstance(read.count, float) else self._fake(read.count)
+        count_of = read.count if isinstance(read.count, float) else self.without_values(read.count)
         return read._replace(microbatches=(micro,), count=count_of)
-
-    def inputs(self) -> Any:
-        """Makes the example's inputs, without values."""
-        return tree_map(self._fake, self.example)
 
     def _loader(self, rows: int) -> BatchLoader:
         task = dataclasses.replace(self._task, batch_size=rows)
@@ -108,7 +104,8 @@ class Batches:
     def _rehearsed(self, rows: int) -> Batch:
         return next(self._loader(min(rows, self.samples)).rehearsed())
 
-    def _fake(self, leaf: Any) -> Any:
+    def without_values(self, leaf: Any) -> Any:
+        """Returns a leaf of the data without its values."""
         return self._mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
 
 
@@ -226,7 +223,7 @@ class FakeModel:
         records: bool = False,
         plain: Plan = ONE_PROCESS,
     ) -> None:
-        self.task, self._kernels, self._data, self._records = task, kernels, data, records
+        self.task, self.kernels, self._data, self._records = task, kernels, data, records
         self._foreach, self._plain = foreach, plain
         self.mode: Any = fake_tensors()
         with user_code.naming_user_line(task):
@@ -270,14 +267,8 @@ class FakeModel:
 
     @functools.cached_property
     def _in_float64(self) -> FakeModel:
-        return FakeModel(
-            self.task,
-            self._data,
-            foreach=self._foreach,
-            kernels=self._kernels,
-            records=self._records,
-            plain=Plan(precision="fp64"),
-        )
+        kinds = {"foreach": self._foreach, "kernels": self.kernels, "records": self._records}
+        return FakeModel(self.task, self._data, **kinds, plain=Plan(precision="fp64"))
 
     @functools.lru_cache(maxsize=128)  # noqa: B019 - as long as the fake model
     def trace(
@@ -323,14 +314,14 @@ class FakeModel:
                     precision,
                     plan,
                     world,
-                    describes=self.runs_kernels,
+                    describes=self.kernels is not None,
                     records=self._records and trains,
                     trains=trains,
                 )
             return dataclasses.replace(trace, moved=tuple(host.moved for host in hosts))
 
         trace = self._run(plan, "run" if trains else "be evaluated", run, part.number)
-        return with_kernels(trace, self._kernels, threads)
+        return with_kernels(trace, self.kernels, threads)
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 - as long as the fake model
     def passes(
@@ -342,7 +333,7 @@ class FakeModel:
             slices: what a microbatch depends on besides itself.
             trains: whether they are of a step; else each stage is traced in an evaluation of validation samples.
         """
-        batch, describes = (self.batches if trains else self._validation).of(rows), self.runs_kernels
+        batch, describes = (self.batches if trains else self._validation).of(rows), self.kernels is not None
 
         def run(model: nn.Module, world: World) -> list[Trace]:
             units = pipeline_units(self.task, model)
@@ -370,7 +361,7 @@ class FakeModel:
             return [dataclasses.replace(trace, moved=moved) for trace in traces]
 
         traces = self._run(Plan(replicate=slices.ways), "run" if trains else "be evaluated", run)
-        return tuple(with_kernels(trace, self._kernels, threads) for trace in traces)
+        return tuple(with_kernels(trace, self.kernels, threads) for trace in traces)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         """Returns the units of a model of the task, as a training without a pipeline has them."""
@@ -390,7 +381,7 @@ class FakeModel:
         model = self._build_model()
         try:
             with self.mode:
-                check_without_values(self.task, model, self.batches.inputs())
+                check_without_values(self.task, model, tree_map(self.batches.without_values, self.batches.example))
         except PlanError as error:
             return error
         except Exception:  # the model cannot run without values: its traces say why
@@ -428,11 +419,6 @@ class FakeModel:
     @functools.cached_property
     def _validation(self) -> Batches:
         return Batches(self.task, self._data, self.mode, self._plain, "validation", fake=bool(self.absent))
-
-    @property
-    def runs_kernels(self) -> bool:
-        """Returns whether kernels are run on this machine, to measure their memory."""
-        return self._kernels is not None
 
     @property
     def validation_samples(self) -> int:

@@ -430,7 +430,7 @@ def library_memory(fake_model: FakeModel, plan: Plan, samples: int) -> LibraryMe
     Each distinct kernel is run once, in a process of its own, where freed memory goes back at once. None: that process
     got no memory, or the fake model has no kernels.
     """
-    if not fake_model.runs_kernels:
+    if fake_model.kernels is None:
         return None
     traces = [each for processes in composed(fake_model, plan, samples) for each in processes.traces]
     calls = dict.fromkeys((_distinct_calls(evaluated), _distinct_calls([step])) for evaluated, step in traces)

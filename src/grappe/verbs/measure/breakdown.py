@@ -1,7 +1,4 @@
-"""Time breakdown: splits a step's time into parts that add up to all of it; the last is useful computing.
-
-Remedies: for each part, the plan's word or the line of code that moves it, and its gain.
-"""
+"""Splits a step's time into parts that add up to all of it; for each the remedy that moves it, and its gain."""
 
 from __future__ import annotations
 

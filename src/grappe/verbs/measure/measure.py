@@ -1,8 +1,4 @@
-"""grappe measure: measures plans and how they scale, in new processes, by turns; finds the largest batch that fits.
-
-With --site it measures in Slurm jobs, one training each, and gathers the results afterwards. The largest batch is found
-by doubling until memory is exhausted, then by bisection.
-"""
+"""grappe measure: measures plans and how they scale, here by turns or in Slurm jobs; finds the largest batch."""
 
 from __future__ import annotations
 
@@ -147,11 +143,7 @@ def _measured(
     note: Callable[[str], None],
     begun: Callable[[str], None],
 ) -> list[Measurement]:
-    """Measures a point for each entry of `grid`, by turns; batch 0 is the task's own batch size, or the script's.
-
-    Args:
-        train: trains once: train(plan, batch, turn, run).
-    """
+    """Measures a point for each entry of `grid`, by turns of train(plan, batch, turn, run); batch 0: the task's own."""
     runs: list[list[Measurement]] = [[] for _ in grid]
     failures = [""] * len(grid)
     for turn in range(repeats):
@@ -387,7 +379,7 @@ def largest_batches(
     fields: Mapping[str, object] | None = None,
     limit: int | None = None,
 ) -> Iterator[Largest]:
-    """Finds the largest batch of each plan, by trying batch sizes.
+    """Finds the largest batch of each plan: by doubling until memory is exhausted, then by bisection.
 
     Args:
         limit: bytes of data that each process may have; None: on a CPU its share of the free memory, so that

@@ -304,11 +304,7 @@ def _in_order(row: dict[str, Any], columns: Sequence[str], place: str) -> list[A
 
 
 def _csv_reader(task: Task, columns: Sequence[str]) -> ReadLine:
-    """Returns a reader of a CSV file whose first line names its columns; the task need not read all of them.
-
-    Raises:
-        DataError: the task's data name no columns.
-    """
+    """Returns a reader of a CSV file whose first line names its columns; the task need not read all of them."""
     if not columns:
         raise DataError(
             f"{type(task).__name__}'s data have no names of columns, by which a .csv file is read: give "

@@ -305,7 +305,14 @@ def save(file: Path, predictions: Iterable[Any]) -> None:
         with contextlib.ExitStack() as stack:
             columns = {name: _Column(stack.enter_context(part.open("wb"))) for name, part in parts.items()}
             for row in itertools.chain([first], remaining):
-                _write(row, columns, file)
+                try:
+                    for name, column in columns.items():
+                        column.append(row[name] if name else row)
+                except (TypeError, ValueError, RuntimeError, KeyError) as error:
+                    raise UsageError(
+                        f"--out {file}: predictions of several forms or shapes make no array ({error}): leave --out "
+                        "away, and keep the lines of JSON"
+                    ) from error
             for column in columns.values():
                 column.finish()
         made = parts.get("")
@@ -353,14 +360,3 @@ class _Column:
         # The header's length is the same for any number of rows: NumPy leaves room for their digits.
         header = {"descr": kind.str, "fortran_order": False, "shape": (self._rows, *shape)}
         np.lib.format.write_array_header_1_0(self._stream, header)
-
-
-def _write(row: Any, columns: dict[str, _Column], file: Path) -> None:
-    try:
-        for name, column in columns.items():
-            column.append(row[name] if name else row)
-    except (TypeError, ValueError, RuntimeError, KeyError) as error:
-        raise UsageError(
-            f"--out {file}: predictions of several forms or shapes make no array ({error}): leave --out away, and "
-            "keep the lines of JSON"
-        ) from error

@@ -194,8 +194,6 @@ class Comparison(StepHandler):
         self.largest = 0.0
         self.agreement: Agreement | None = None
 
-    # ---- What the script does ------------------------------------------------------------------------------
-
     def registered(self, *_: Any) -> None:
         """Notes the random state before the script's first parameter is drawn."""
         self._first_random = self._first_random or random_state()
@@ -220,8 +218,6 @@ class Comparison(StepHandler):
             self._optimizers.append(optimizer)
             optimizer.register_step_pre_hook(lambda *_: self._before(optimizer))
             optimizer.register_step_post_hook(lambda *_: self._after())
-
-    # ---- Before the script's step --------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _tasks_own(self) -> Iterator[None]:
@@ -479,8 +475,6 @@ class Comparison(StepHandler):
 
     def _clip(self) -> str:
         return "not" if self._task.clip is None else f"to the norm {self._task.clip:g}"
-
-    # ---- After it ------------------------------------------------------------------------------------------
 
     def _after(self) -> None:
         if not self._began or self._waiting:

@@ -1,7 +1,4 @@
-"""Runs the references and trials that a verdict needs, each reference only once, and compares them.
-
-Each difference is compared with the difference that rounding alone makes.
-"""
+"""Runs the references and trials that a verdict needs; compares their differences with those of rounding alone."""
 
 from __future__ import annotations
 
