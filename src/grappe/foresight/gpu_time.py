@@ -260,18 +260,12 @@ def update_operators(
 def _updates(fake_model: FakeModel, plan: Plan) -> list[list[Operator]]:
     """Returns the operators of an update, of the first process of each stage of a pipeline."""
     kinds = {2: torch.bfloat16, 8: torch.float64}
-    return [
-        update_operators(
-            fake_model.task,
-            fake_model.mode,
-            [
-                (part.parameter.name, part.shape, kinds.get(part.parameter.item, torch.float32))
-                for part in parts
-                if part.parameter.trained
-            ],
-        )
-        for parts in partition.first_processes(fake_model, plan)
-    ]
+    updates = []
+    for parts in partition.first_processes(fake_model, plan):
+        trained = [(part.parameter, part.shape) for part in parts if part.parameter.trained]
+        named = [(parameter.name, shape, kinds.get(parameter.item, torch.float32)) for parameter, shape in trained]
+        updates.append(update_operators(fake_model.task, fake_model.mode, named))
+    return updates
 
 
 def _at_peak(device: Device, precision: str, work: Work) -> tuple[float, float]:

@@ -128,15 +128,10 @@ class Ledger(TorchDispatchMode):
         old = all(
             id(tensor.untyped_storage()) in inputs or tensor.untyped_storage() in self._storages for tensor in made
         )
-        sizes = {
-            (
-                id(tensor.untyped_storage()),
-                tuple(tensor.shape),
-                tensor.stride(),
-                int(tensor.storage_offset()),
-            ): math.prod(tensor.shape) * tensor.dtype.itemsize
-            for tensor in (*read, *made)
-        }
+        sizes = {}  # of each tensor once
+        for tensor in (*read, *made):
+            view = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+            sizes[id(tensor.untyped_storage()), view] = math.prod(tensor.shape) * tensor.dtype.itemsize
         self.operators.append(
             Operator(
                 name=str(operator),

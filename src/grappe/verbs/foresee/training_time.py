@@ -6,23 +6,21 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import PlanError, RunError
 from grappe.errors.foreign_text import printable
 from grappe.foresight.devices import device_named, device_reported
 from grappe.plan import Plan
+from grappe.sites.layout import Layout
+from grappe.sites.schema import Site
+from grappe.task import Task
 from grappe.training.options import Options, occasions_left
 from grappe.training.run import SAVED, Run, all_runs
 from grappe.training.task_reference import field_texts, same_task, source_hash
 from grappe.verbs.submit.jobs import submitted
 from grappe.words import processor_name
-
-if TYPE_CHECKING:
-    from grappe.sites.layout import Layout
-    from grappe.sites.schema import Site
-    from grappe.task import Task
 
 MARGIN = 0.2  # for what varies: other users of a file system, of a network, of a node
 MINUTE, HOUR = 60, 3600
@@ -53,8 +51,8 @@ class RemainingTraining:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TimeCosts:
-    """Seconds of each of a training's parts."""
+class TimeEstimate:
+    """Estimated seconds of each of a training's parts."""
 
     step: float
     evaluation: float
@@ -63,16 +61,16 @@ class TimeCosts:
     """From the process's first instruction to the first step."""
     spread: float = 0.0
     """Relative uncertainty: at worst all takes 1 / (1 - spread) times as long."""
+    steps_per_epoch: int
+    origin: str
+    """The source, for the user."""
+    warnings: tuple[str, ...] | None = None
+    """Warnings about the plan, if it was traced."""
 
     def seconds(self, remaining: RemainingTraining) -> float:
         """Computes the seconds of a training, at the pessimistic end."""
-        parts = (
-            self.start,
-            remaining.steps * self.step,
-            remaining.evaluations * self.evaluation,
-            remaining.saves * self.save,
-        )
-        return sum(parts) / (1 - self.spread)
+        repeated = remaining.evaluations * self.evaluation + remaining.saves * self.save
+        return (self.start + remaining.steps * self.step + repeated) / (1 - self.spread)
 
 
 def time_limit(seconds: float, least: int, most: int | None) -> int:
@@ -97,18 +95,6 @@ class RunQuery:
     layout: Layout
     here: bool
     """Whether the job's node is of this machine's kind, as far as is known."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TimeEstimate:
-    """Estimated costs of a training."""
-
-    costs: TimeCosts
-    steps_per_epoch: int
-    origin: str
-    """The source, for the user."""
-    warnings: tuple[str, ...] | None = None
-    """Warnings about the plan, if it was traced."""
 
 
 def earlier_run(query: RunQuery, base: Path, run: Path | None, options: Options) -> TimeEstimate | None:
@@ -187,12 +173,10 @@ def _measured(run: Run, description: Mapping[str, Any], step: float, options: Op
     saved = occasions_left(first, end, options.saves_every(steps_per_epoch))
     name = printable(run.folder.name, 100)
     return TimeEstimate(
-        costs=TimeCosts(
-            step=each,
-            evaluation=evaluation,
-            save=_total(costs, "checkpoint") / max(1, saved),
-            start=_total(costs, "start"),
-        ),
+        step=each,
+        evaluation=evaluation,
+        save=_total(costs, "checkpoint") / max(1, saved),
+        start=_total(costs, "start"),
         steps_per_epoch=steps_per_epoch,
         origin=f"as measured in the run {name}",
     )
