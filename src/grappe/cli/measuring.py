@@ -186,7 +186,7 @@ def measure(
         job = JobOptions(site=site, account=account, time=job_time)
         sent = send(name, plans, options=options, job=job, fields=fields, data=data, show=dry_run)
         later = ("--weak",) * options.weak + (("--out", str(out)) if out else ())
-        return _show_sent(sent, "" if dry_run else f"grappe measure {name} --gather", later)
+        return _show_sent(sent, name, later, scripts=dry_run)
     if not gather:
         preflight(plans, name)
     from grappe.verbs.measure import measure as verb
@@ -235,17 +235,17 @@ def _batch_sizes(fields: Sequence[str]) -> tuple[dict[str, str], tuple[int, ...]
     return texts, whole_numbers(texts.pop("batch_size", ""), "batch_size")
 
 
-def _show_sent(jobs: Iterable[Submitted], gathering: str, later: Sequence[str]) -> int:
-    """Shows the jobs, and the command that gathers their results; without that command their scripts."""
+def _show_sent(jobs: Iterable[Submitted], task: str, later: Sequence[str], *, scripts: bool) -> int:
+    """Shows jobs, and the command that gathers their results; or their scripts alone."""
     runs = []
     for submitted in jobs:
-        if gathering:
-            show(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
-        else:
+        if scripts:
             write(submitted.text, end="")
+        else:
+            show(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
         runs.append(str(submitted.run))
-    if gathering:
-        show(f"once they have ended: {gathering} {shlex.join([*runs, *later])}")
+    if not scripts:
+        show(f"once they have ended: grappe measure {task} --gather {shlex.join([*runs, *later])}")
     return EXIT_OK
 
 

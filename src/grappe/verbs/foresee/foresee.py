@@ -105,20 +105,6 @@ class PlanTimes(Tabular):
         return needs.states.total if needs.most is None else needs.most
 
 
-def budget_of(site: str) -> MemoryBudget:
-    """Reads the memory of a site's GPU.
-
-    Raises:
-        UsageError: the site is unknown, or its GPU's memory is.
-    """
-    budget = budget_in(find(site))
-    if budget is None:
-        raise UsageError(
-            f"--site={site}: the memory of its GPU is unknown; leave --site out, and compare with your device's memory"
-        )
-    return budget
-
-
 def budget_in(site: Site) -> MemoryBudget | None:
     """Reads the memory of a site's GPU; None: the site does not name it."""
     from grappe.foresight.search import MemoryBudget
@@ -170,7 +156,11 @@ def foresee(
         return (place is not None or gpus_here is not None) and plan.device != "cpu"
 
     kinds = {on_gpu(plan) for plan in requested}
-    budget = None if site is None or True not in kinds else budget_of(site)
+    budget = None if place is None or True not in kinds else budget_in(place)
+    if budget is None and place is not None and True in kinds:
+        raise UsageError(
+            f"--site={site}: the memory of its GPU is unknown; leave --site out, and compare with your device's memory"
+        )
     if gpus_here is not None and True in kinds:
         budget = MemoryBudget(whose=f"this machine's {gpus_here.name}", size=gpus_here.memory)
     reference = TaskReference.of(task, fields)

@@ -61,12 +61,19 @@ def of_level(level: Level, what: str, *, why: str = "", do: str = "") -> Finding
     return Finding(level=level, what=what, why=why, do=do)
 
 
-error = functools.partial(of_level, "error")
-"""Makes a finding that would end the training."""
-warning = functools.partial(of_level, "warning")
-"""Makes a finding that costs time or accuracy."""
-note = functools.partial(of_level, "note")
-"""Makes a finding that is only information."""
+def error(what: str, *, why: str = "", do: str = "") -> Finding:
+    """Makes a finding that would end the training."""
+    return of_level("error", what, why=why, do=do)
+
+
+def warning(what: str, *, why: str = "", do: str = "") -> Finding:
+    """Makes a finding that costs time or accuracy."""
+    return of_level("warning", what, why=why, do=do)
+
+
+def note(what: str, *, why: str = "", do: str = "") -> Finding:
+    """Makes a finding that is only information."""
+    return of_level("note", what, why=why, do=do)
 
 
 def once(check: Check) -> Check:
