@@ -10,7 +10,7 @@ from typing import Any
 
 from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import PlanError, RunError
-from grappe.errors.foreign_text import printable
+from grappe.errors.foreign_text import entries, printable
 from grappe.foresight.devices import device_named, device_reported
 from grappe.plan import Plan
 from grappe.sites.layout import Layout
@@ -189,8 +189,7 @@ def _total(costs: Sequence[dict[str, Any]], phase: str) -> float:
 
 def _seconds_of(cost: Mapping[str, Any], which: str) -> dict[str, float]:
     """Reads a process's seconds by phase."""
-    phases = cost["timing"].get(which)
-    read = {name: seconds_from(value) for name, value in phases.items()} if isinstance(phases, dict) else {}
+    read = {name: seconds_from(value) for name, value in entries(cost["timing"].get(which)).items()}
     return {name: value for name, value in read.items() if value is not None}
 
 
@@ -198,10 +197,8 @@ def median_step(description: Mapping[str, Any]) -> float | None:
     """Returns the median seconds of a step, of the slowest process; None: too few steps were measured."""
     medians = []
     for cost in costs_of(description):
-        timing = cost.get("timing")
-        timing = timing if isinstance(timing, Mapping) else {}
-        step, steps = timing.get("step"), timing.get("steps")
-        median = seconds_from(step.get("median")) if isinstance(step, Mapping) else None
+        timing = entries(cost.get("timing"))
+        steps, median = timing.get("steps"), seconds_from(entries(timing.get("step")).get("median"))
         if median is None or not isinstance(steps, int) or steps < LEAST_STEPS:
             return None
         medians.append(median)

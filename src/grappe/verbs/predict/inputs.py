@@ -350,7 +350,8 @@ def line_batches(
                 continue
             leaves: list[np.ndarray] = []
             _collect(value, example, place, leaves)
-            if waiting and (len(waiting) == BATCH or _shapes(leaves) != _shapes(waiting[0])):
+            other = waiting and [leaf.shape for leaf in leaves] != [leaf.shape for leaf in waiting[0]]
+            if waiting and (len(waiting) == BATCH or other):
                 yield _stacked(waiting, example), len(waiting)
                 waiting = []
             waiting.append(leaves)
@@ -419,10 +420,6 @@ def _array(value: Any, example: Tensor, place: str) -> np.ndarray:
     if array.ndim != example.dim() - 1:
         raise DataError(f"{place}: it is {list(array.shape)}, and the model takes {list(example.shape[1:])}")
     return array
-
-
-def _shapes(leaves: list[np.ndarray]) -> list[tuple[int, ...]]:
-    return [leaf.shape for leaf in leaves]
 
 
 def _stacked(samples: list[list[np.ndarray]], example: Any) -> Any:
