@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from grappe.errors import PlanError
 
@@ -91,10 +90,15 @@ def device_reported(name: str) -> Device | None:
 @functools.cache
 def devices() -> tuple[Device, ...]:
     """Reads all data sheets."""
-    files = sorted(Path(__file__).parent.glob("*.toml"))
-    return tuple(msgspec.toml.decode(file.read_bytes(), type=Device) for file in files)
+    return tuple(_read(file) for file in sorted(Path(__file__).parent.glob("*.toml")))
 
 
 def kernel_seconds(device: Device, operators: Iterable[Operator], precision: str) -> float:
     """Sums the seconds of operators' kernels."""
     return math.fsum(device.kernel(operator, precision) for operator in operators)
+
+
+def _read(file: Path) -> Device:
+    content: Any = tomllib.loads(file.read_text(encoding="utf-8"))
+    names, reported = (tuple(content.pop(key)) for key in ("names", "reported"))
+    return Device(names=names, reported=reported, **content)
