@@ -6,6 +6,7 @@ all. At a share of 1 a plan is called fitting; below, too big. A checkpoint is s
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -19,7 +20,7 @@ from pathlib import Path
 from grappe.errors import PlanError
 from grappe.fields import split
 from grappe.foresight.fake_model import FakeModel
-from grappe.foresight.forecast import memory_forecast, with_libraries
+from grappe.foresight.forecast import library_memory, memory_forecast
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.search import MemoryBudget
 from grappe.plan import Plan
@@ -124,7 +125,8 @@ def main() -> None:
             continue
         if needs.most is None:
             continue
-        needs = with_libraries(needs, fake_model, Plan.parse(plan))
+        libraries = library_memory(fake_model.of(Plan.parse(plan)), Plan.parse(plan), fake_model.task.batch_size)
+        needs = dataclasses.replace(needs, libraries=libraries)
         if needs.libraries is None:
             raise RuntimeError(f"{key}: the kernels could not be run")
         short = shortage(task, plan, needs.evaluation or 0)

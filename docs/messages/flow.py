@@ -13,6 +13,7 @@ from docs.messages.templates import Resolve, is_text, templates
 from grappe.language.catalogue import NAME
 
 ERRORS = {
+    "ComputedWrongly",
     "DataError",
     "DataNotFound",
     "DivergedError",

@@ -15,7 +15,7 @@ from grappe.errors import ProcessDied
 from grappe.foresight import forecast as measuring
 from grappe.foresight import search
 from grappe.foresight.fake_model import FakeModel
-from grappe.foresight.forecast import LibraryMemory, library_memory, memory_forecast, with_libraries
+from grappe.foresight.forecast import LibraryMemory, library_memory, memory_forecast
 from grappe.foresight.kernels import Kernels
 from grappe.foresight.search import MemoryBudget, foreseen
 from grappe.launch.local import local
@@ -105,7 +105,8 @@ def test_a_process_of_a_training_measures_it_under_its_limit(fake_model: FakeMod
 
 
 def test_a_plan_fits_only_with_what_its_kernels_keep(fake_model: FakeModel) -> None:
-    needed = with_libraries(memory_forecast(fake_model, PLAN), fake_model, PLAN)
+    libraries = library_memory(fake_model, PLAN, fake_model.task.batch_size)
+    needed = dataclasses.replace(memory_forecast(fake_model, PLAN), libraries=libraries)
     budget = MemoryBudget(whose="", size=needed.most + needed.libraries.total, besides=0, margin=1.0, gpu=False)
     assert foreseen(fake_model, PLAN, ROWS, budget).fits
     assert not foreseen(fake_model, PLAN, ROWS, dataclasses.replace(budget, size=budget.size - MB)).fits

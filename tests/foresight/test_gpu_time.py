@@ -12,7 +12,9 @@ from grappe import sites
 from grappe.errors import PlanError
 from grappe.foresight.devices import LEAST, OF_BANDWIDTH, device_named
 from grappe.foresight.fake_model import FakeModel
-from grappe.foresight.gpu_time import NETWORK_LEAST, OF_NETWORK, Fabric, PipelinePasses, gpu_time, update_operators
+from grappe.foresight.gpu_time import NETWORK_LEAST, OF_NETWORK, Fabric, gpu_time, pass_means, update_operators
+from grappe.foresight.partition import traced_passes
+from grappe.foresight.pipeline_trace import orders_of
 from grappe.foresight.trace import LOSS
 from grappe.parallel.pipeline.rules import RULES
 from grappe.plan import Plan
@@ -48,9 +50,10 @@ def test_networks_count_where_they_are_needed_and_known() -> None:
     fast = dataclasses.replace(NARVAL, network_gbit=1e5)
     assert fast.all_reduce(1e9, 8) == pytest.approx(2 * 7 / 8 * 1e9 / LINK)
     unknown = dataclasses.replace(NARVAL, network_gbit=None)
-    unknown.refuse_unknown_network(Plan(replicate=4))
+    fake_model = FakeModel(Small(), Path("data"), foreach=True, records=True)
+    assert gpu_time(fake_model, Plan(replicate=4), unknown).compute
     with pytest.raises(PlanError, match="8 GPUs, and a node has 4: the rate of the network between nodes is not known"):
-        unknown.refuse_unknown_network(Plan(replicate=8))
+        gpu_time(fake_model, Plan(replicate=8), unknown)
     rates = {name: found.node.network_gbit for name in sites.files() if (found := sites.find(name)).node}
     assert (rates["narval"], rates["tamia"], rates["killarney"]) == (100, 800, 100)
 
@@ -128,8 +131,9 @@ def test_a_clipped_gradient_is_measured_and_scaled_before_the_update() -> None:
 @pytest.mark.parametrize("schedule", sorted(RULES))
 def test_the_passes_of_a_pipeline_run_a_microbatchs_operators(schedule: str) -> None:
     fake_model = FakeModel(Digits(), Path("data"), records=True)
-    passes = PipelinePasses(fake_model, Plan.parse(f"pipeline=2,microbatches=4,schedule={schedule}"), 64)
-    means = passes.means(lambda one: one.flops)
+    plan = Plan.parse(f"pipeline=2,microbatches=4,schedule={schedule}")
+    passes = orders_of(plan), traced_passes(fake_model, plan, 64)
+    means = pass_means(*passes, lambda one: one.flops)
     trace = fake_model.trace(16)
     loss = next(number for number, mark in enumerate(trace.marks) if mark.kind == LOSS)
     found: dict[str, float] = defaultdict(float)
@@ -141,7 +145,7 @@ def test_the_passes_of_a_pipeline_run_a_microbatchs_operators(schedule: str) -> 
     }
     if RULES[schedule].splits_backward:
         # torch leaves the first stage's whole backward to the other half
-        assert passes.means(lambda one: 1)["inputs", 0] == 0
+        assert pass_means(*passes, lambda one: 1)["inputs", 0] == 0
         assert means["weights", 1] > 0 and means["inputs", 1] > 0
     else:
         assert {kind for kind, _ in means} == {"forward", "backward"}

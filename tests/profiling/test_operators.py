@@ -37,6 +37,10 @@ def traced(step, *, phases=(FORWARD,), steps: int = 2):
     return trace.totals(DISPATCH)
 
 
+def kernels_of(totals) -> float:
+    return totals.matrix + totals.copies + totals.casts + totals.elementwise
+
+
 def call(name: str = "add", kind: str = "other", size: int = TINY + 1, **fields) -> OperatorCall:
     known = {"line": "", "gap": 1e-6, "seconds": 1e-3, "flops": 0, **fields}
     return OperatorCall(name, kind, size=size, **{**known, "kernel": fields.get("kernel", known["seconds"] - 2e-6)})
@@ -80,10 +84,10 @@ def test_only_forward_and_backward_are_traced_and_backward_has_its_flops() -> No
 def test_views_and_tiny_operators_take_no_kernel() -> None:
     x = torch.randn(64, 1024)
     found = traced(lambda phase: x.t().unbind(0))
-    assert (found.kernels, found.operators) == (0, 2)
+    assert (kernels_of(found), found.operators) == (0, 2)
     small = torch.ones(8)
     found = traced(lambda phase: small + 1)
-    assert found.kernels == 0
+    assert kernels_of(found) == 0
     assert found.host > 0
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -41,8 +41,8 @@ from grappe.words import count_of, filled_table, plain_table
 if TYPE_CHECKING:
     from grappe.verbs.lr_find import LearningRates
     from grappe.verbs.measure.explain import Explanation
-    from grappe.verbs.measure.measure import JobRequest
     from grappe.verbs.measure.points import Measurement
+    from grappe.verbs.submit.submit import Submitted
     from grappe.verbs.verify.against import Agreement
     from grappe.verbs.verify.record import Recorded
     from grappe.verbs.verify.verify import PlanVerdict
@@ -179,14 +179,14 @@ def measure(
     if (options.evaluate_every or options.save_every) and not options.why:
         raise UsageError("--evaluate-every and --save-every are for --why: add it, or leave them out")
     if site is not None:
-        from grappe.verbs.measure.measure import JobRequest
+        from grappe.verbs.measure.measure import send
 
         if largest_batch:
             raise UsageError("--largest-batch measures on this machine: leave it out with --site")
-        job, folder = JobOptions(site=site, account=account, time=job_time), str(data) if data else None
-        request = JobRequest(task=name, fields=fields, plans=tuple(plans), options=options, job=job, data=folder)
-        _send(request, dry_run, ("--weak",) * options.weak + (("--out", str(out)) if out else ()))
-        return EXIT_OK
+        job = JobOptions(site=site, account=account, time=job_time)
+        sent = send(name, plans, options=options, job=job, fields=fields, data=data, show=dry_run)
+        later = ("--weak",) * options.weak + (("--out", str(out)) if out else ())
+        return _show_sent(sent, name, later, scripts=dry_run)
     if not gather:
         preflight(plans, name)
     from grappe.verbs.measure import measure as verb
@@ -235,24 +235,23 @@ def _batch_sizes(fields: Sequence[str]) -> tuple[dict[str, str], tuple[int, ...]
     return texts, whole_numbers(texts.pop("batch_size", ""), "batch_size")
 
 
-def _refuse_later_plan(script: Sequence[str], plan: object) -> None:
-    if not plan and "--plan" in script:
-        raise UsageError("--plan after --script was the script's own option: write --plan replicate=2 before --script")
-
-
-def _send(request: JobRequest, only_show: bool, later: Sequence[str]) -> None:
-    """Submits trainings as jobs, and prints the command that gathers their results."""
-    from grappe.verbs.measure.measure import send
-
+def _show_sent(jobs: Iterable[Submitted], task: str, later: Sequence[str], *, scripts: bool) -> int:
+    """Shows jobs, and the command that gathers their results; or their scripts alone."""
     runs = []
-    for submitted in send(request, show=only_show):
-        if only_show:
+    for submitted in jobs:
+        if scripts:
             write(submitted.text, end="")
         else:
             show(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
         runs.append(str(submitted.run))
-    if not only_show:
-        show(f"once they have ended: grappe measure {request.task} --gather {shlex.join([*runs, *later])}")
+    if not scripts:
+        show(f"once they have ended: grappe measure {task} --gather {shlex.join([*runs, *later])}")
+    return EXIT_OK
+
+
+def _refuse_later_plan(script: Sequence[str], plan: object) -> None:
+    if not plan and "--plan" in script:
+        raise UsageError("--plan after --script was the script's own option: write --plan replicate=2 before --script")
 
 
 @app.command

@@ -67,6 +67,7 @@ class Batches:
         self._world = World(process=ProcessRank(), device=CPU)
         self._read = self._rehearsed(min(SAMPLES, self.samples))
         self.example = self._loader(2).example()
+        """The inputs of one or two samples, by which a pipeline's stages are cut."""
 
     def of(self, rows: int) -> Batch:
         """Makes a batch of `rows` samples, without values."""
@@ -87,14 +88,10 @@ class Batches:
                 made = Microbatch(inputs, targets, rows, weights, 0, ids)
                 read = read._replace(microbatches=(made,), samples=rows)
         micro = read.microbatches[0]
-        fake = tree_map(self._fake, (micro.inputs, micro.targets, micro.weights))
+        fake = tree_map(self.without_values, (micro.inputs, micro.targets, micro.weights))
         micro = micro._replace(inputs=fake[0], targets=fake[1], weights=fake[2])
-        count_of = read.count if isinstance(read.count, float) else self._fake(read.count)
+        count_of = read.count if isinstance(read.count, float) else self.without_values(read.count)
         return read._replace(microbatches=(micro,), count=count_of)
-
-    def inputs(self) -> Any:
-        """Makes the example's inputs, without values."""
-        return tree_map(self._fake, self.example)
 
     def _loader(self, rows: int) -> BatchLoader:
         task = dataclasses.replace(self._task, batch_size=rows)
@@ -106,7 +103,8 @@ class Batches:
     def _rehearsed(self, rows: int) -> Batch:
         return next(self._loader(min(rows, self.samples)).rehearsed())
 
-    def _fake(self, leaf: Any) -> Any:
+    def without_values(self, leaf: Any) -> Any:
+        """Returns a leaf of the data without its values."""
         return self._mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
 
 
@@ -224,7 +222,7 @@ class FakeModel:
         records: bool = False,
         plain: Plan = ONE_PROCESS,
     ) -> None:
-        self.task, self._kernels, self._data, self._records = task, kernels, data, records
+        self.task, self.kernels, self._data, self._records = task, kernels, data, records
         self._foreach, self._plain = foreach, plain
         self.mode: Any = fake_tensors()
         with user_code.naming_user_line(task):
@@ -268,14 +266,8 @@ class FakeModel:
 
     @functools.cached_property
     def _in_float64(self) -> FakeModel:
-        return FakeModel(
-            self.task,
-            self._data,
-            foreach=self._foreach,
-            kernels=self._kernels,
-            records=self._records,
-            plain=Plan(precision="fp64"),
-        )
+        kinds = {"foreach": self._foreach, "kernels": self.kernels, "records": self._records}
+        return FakeModel(self.task, self._data, **kinds, plain=Plan(precision="fp64"))
 
     @functools.lru_cache(maxsize=128)  # noqa: B019 - as long as the fake model
     def trace(
@@ -321,13 +313,14 @@ class FakeModel:
                     precision,
                     plan,
                     world,
-                    describes=self.runs_kernels,
+                    describes=self.kernels is not None,
                     records=self._records and trains,
                     trains=trains,
                 )
             return dataclasses.replace(trace, moved=tuple(host.moved for host in hosts))
 
-        return self._with_kernels(self._run(plan, "run" if trains else "be evaluated", run, part.number), threads)
+        trace = self._run(plan, "run" if trains else "be evaluated", run, part.number)
+        return with_kernels(trace, self.kernels, threads)
 
     @functools.lru_cache(maxsize=32)  # noqa: B019 - as long as the fake model
     def passes(
@@ -339,7 +332,7 @@ class FakeModel:
             slices: what a microbatch depends on besides itself.
             trains: whether they are of a step; else each stage is traced in an evaluation of validation samples.
         """
-        batch, describes = (self.batches if trains else self._validation).of(rows), self.runs_kernels
+        batch, describes = (self.batches if trains else self._validation).of(rows), self.kernels is not None
 
         def run(model: nn.Module, world: World) -> list[Trace]:
             units = pipeline_units(self.task, model)
@@ -367,7 +360,7 @@ class FakeModel:
             return [dataclasses.replace(trace, moved=moved) for trace in traces]
 
         traces = self._run(Plan(replicate=slices.ways), "run" if trains else "be evaluated", run)
-        return tuple(self._with_kernels(trace, threads) for trace in traces)
+        return tuple(with_kernels(trace, self.kernels, threads) for trace in traces)
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         """Returns the units of a model of the task, as a training without a pipeline has them."""
@@ -387,7 +380,7 @@ class FakeModel:
         model = self._build_model()
         try:
             with self.mode:
-                check_without_values(self.task, model, self.batches.inputs())
+                check_without_values(self.task, model, tree_map(self.batches.without_values, self.batches.example))
         except PlanError as error:
             return error
         except Exception:  # the model cannot run without values: its traces say why
@@ -418,43 +411,25 @@ class FakeModel:
             if plan.processes == 1:
                 return run(self._build_model(), World(process=ProcessRank(), device=CPU))
             with pretended(plan, part) as world:
-                if plan.tensor == 1:
-                    return run(self._build_model(), world)
-                run(self._split(plan, world), world)
-                return run(self._split(plan, world), world)
-
-    def _split(self, plan: Plan, world: World) -> nn.Module:
-        from grappe.parallel.tensor import split_tensors
-
-        model = on_meta(self.task, stored_in(self._plain))
-        split_tensors(model, self.task, plan, world)
-        with self.mode:
-            give_memory(model, CPU)
-        return model.train()
-
-    def _with_kernels(self, trace: Trace, threads: int) -> Trace:
-        return trace if self._kernels is None else with_kernels(trace, self._kernels, threads)
+                if plan.tensor > 1:
+                    run(self._build_model(plan, world), world)
+                return run(self._build_model(plan, world), world)
 
     @functools.cached_property
     def _validation(self) -> Batches:
         return Batches(self.task, self._data, self.mode, self._plain, "validation", fake=bool(self.absent))
 
     @property
-    def runs_kernels(self) -> bool:
-        """Returns whether kernels are run on this machine, to measure their memory."""
-        return self._kernels is not None
-
-    @property
     def validation_samples(self) -> int:
         """Returns the number of validation samples."""
         return self._validation.samples
 
-    def example(self) -> Any:
-        """Returns the inputs of one or two samples, by which a pipeline's stages are cut."""
-        return self.batches.example
-
-    def _build_model(self) -> nn.Module:
+    def _build_model(self, plan: Plan = ONE_PROCESS, world: World | None = None) -> nn.Module:
         model = on_meta(self.task, stored_in(self._plain))
+        if plan.tensor > 1 and world is not None:
+            from grappe.parallel.tensor import split_tensors
+
+            split_tensors(model, self.task, plan, world)
         with self.mode:
             give_memory(model, CPU)
         return model.train()

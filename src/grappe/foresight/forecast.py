@@ -8,6 +8,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,42 +16,9 @@ import torch.distributed as dist
 from grappe.checkpoint.saver import next_writer
 from grappe.errors import PlanError, ProcessDied
 from grappe.errors.user_code import naming_user_line
+from grappe.foresight import memory, partition
 from grappe.foresight.fake_model import UNCUT, FakeModel, Part, slices_of
 from grappe.foresight.kernels import OF_LIBRARIES, Call
-from grappe.foresight.memory import (
-    GLOO,
-    GLOO_LATE,
-    NCCL,
-    UNKNOWN,
-    CommunicationBuffers,
-    DdpMemory,
-    FsdpMemory,
-    Parameter,
-    Peaks,
-    PlanMemory,
-    States,
-    neediest,
-    padded,
-    peak,
-    rows_of,
-    states,
-)
-from grappe.foresight.partition import (
-    RANDOM_STATE,
-    REPEATED,
-    cut_of,
-    evaluated_rows,
-    first_processes,
-    kept,
-    largest_rows,
-    precision_of,
-    processes,
-    stage_buffers,
-    tensor_parts,
-    threads_of,
-    traced_passes,
-    traced_plan,
-)  # fmt: skip
 from grappe.foresight.pipeline_trace import order_of
 from grappe.foresight.trace import REDUCE, START, Mark, Trace
 from grappe.launch.fork import run_in_fork
@@ -87,11 +55,18 @@ class LibraryMemory:
 NOTHING_KEPT = LibraryMemory()
 
 
+class Peaks(NamedTuple):
+    """The most bytes that torch allocates on a process's device; None: not known."""
+
+    step: int | None = None
+    evaluation: int | None = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryForecast:
     """Memory of the process of a plan that needs most, in bytes."""
 
-    states: States
+    states: memory.States
     peak: int | None
     """Peak bytes that torch allocates on the device in a training step; None if not known for this plan."""
     least: int | None
@@ -151,21 +126,24 @@ def memory_forecast(
     fake_model = fake_model.of(plan)
     samples = batch or fake_model.task.batch_size
     with naming_user_line(fake_model.task):
-        all_states = [states(parts, fake_model.buffers) for parts in processes(fake_model, plan)]
-        most, least, host = UNKNOWN, UNKNOWN, 0
+        all_states = [memory.states(parts, fake_model.buffers) for parts in partition.processes(fake_model, plan)]
+        most, least, host = Peaks(), Peaks(), 0
         if (bounded or not gpu or plan.offload == "none") and _has_known_peaks(fake_model, plan, samples):
             several = composed(fake_model, plan, samples, gpu=gpu)
-            most, least = (
-                neediest(each.peaks(copies) for each in several)
-                for copies in ((NCCL, NCCL) if gpu else (GLOO_LATE, GLOO))
-            )
+
+            def largest(copies: memory.CommunicationBuffers) -> Peaks:
+                kinds = zip(*(each.peaks(copies) for each in several), strict=True)
+                return Peaks(*(None if None in sizes else max(sizes) for sizes in kinds))
+
+            most = largest(memory.NCCL if gpu else memory.GLOO_LATE)
+            least = largest(memory.NCCL if gpu else memory.GLOO)
             host = max(sum(step.moved) for each in several for _, step in each.traces) // 2
         copies_known = not plan.changed_keys() & UNCOPIED and not fake_model.has_modes
         return MemoryForecast(
             states=max(all_states, key=lambda states: states.total),
             peak=most.step,
             least=least.step,
-            rows=largest_rows(fake_model, plan, samples),
+            rows=partition.largest_rows(fake_model, plan, samples),
             evaluation=most.evaluation,
             evaluation_least=least.evaluation,
             checkpoint=_checkpoint_copies(fake_model, plan) if copies_known else None,
@@ -183,14 +161,6 @@ def composed(
         return [PipelinedProcesses(fake_model, plan, samples)]
     parts = (Part(number, plan.domain) for number in range(plan.domain))
     return [AlikeProcesses(fake_model, plan, samples, part, gpu=gpu) for part in parts]
-
-
-def with_libraries(
-    forecast: MemoryForecast, fake_model: FakeModel, plan: Plan, *, batch: int | None = None
-) -> MemoryForecast:
-    """Returns the needs of `plan`, whose peak is known, with the memory that libraries keep; runs kernels."""
-    libraries = library_memory(fake_model.of(plan), plan, batch or fake_model.task.batch_size)
-    return dataclasses.replace(forecast, libraries=libraries)
 
 
 def _has_known_peaks(fake_model: FakeModel, plan: Plan, samples: int) -> bool:
@@ -213,11 +183,11 @@ def _checkpoint_copies(fake_model: FakeModel, plan: Plan) -> int:
     split_loads, unsplit_loads = [0] * copies, [0] * (copies * plan.shard)
     split, unsplit = Counter[int](), Counter[int]()  # bytes that each writer copies
 
-    def add(size: int, sharded_as: Parameter | None) -> None:
+    def add(size: int, sharded_as: memory.Parameter | None) -> None:
         if sharded_as is None or plan.shard == 1 or not sharded_as.shape:
             unsplit[next_writer(unsplit_loads, size)] += size
         else:
-            rows = rows_of(sharded_as, plan.shard, 0)
+            rows = memory.rows_of(sharded_as, plan.shard, 0)
             split[next_writer(split_loads, size)] += size * rows // max(1, sharded_as.shape[0])
 
     for parameter in fake_model.parameters:
@@ -245,27 +215,27 @@ class AlikeProcesses:
         self, fake_model: FakeModel, plan: Plan, samples: int, part: Part = UNCUT, *, gpu: bool = False
     ) -> None:
         self._fake_model, self._plan, task = fake_model, plan, fake_model.task
-        precision, threads = precision_of(plan), threads_of(plan)
+        precision, threads = partition.precision_of(plan), partition.threads_of(plan)
         slices = slices_of(task, plan, samples, fake_model.samples)
-        rows = largest_rows(fake_model, plan, samples)
+        rows = partition.largest_rows(fake_model, plan, samples)
         self._trained = fake_model.trace(rows, precision, plan.recompute, threads, plan.tensor, slices, part)
         # A loss of the whole batch takes an evaluation's batch whole, too.
         evaluated = dataclasses.replace(plan, microbatches=1, batchnorm="local")
         slices = slices_of(task, evaluated, samples, fake_model.validation_samples)
-        self._rows = evaluated_rows(fake_model, plan, samples)
+        self._rows = partition.evaluated_rows(fake_model, plan, samples)
         self._scored = fake_model.trace(self._rows, precision, False, threads, plan.tensor, slices, part, trains=False)
-        shapes = tensor_parts(fake_model, plan)[0]
+        shapes = partition.tensor_parts(fake_model, plan)[0]
         self._own = [
             dataclasses.replace(parameter, shape=shapes.get(parameter.name, parameter.shape))
             for parameter in fake_model.parameters
         ]
         self._away = gpu and plan.offload != "none"
-        self._parts = [] if self._away else next(processes(fake_model, plan))
-        self._kept = kept(fake_model, plan, self._parts, [] if self._away else self._own)
+        self._parts = [] if self._away else next(partition.processes(fake_model, plan))
+        self._kept = partition.kept(fake_model, plan, self._parts, [] if self._away else self._own)
         if self._away:  # for a moment, one unit's parts that came from the host and one's that go there; not measured
             parts = Counter[int]()
             for parameter in self._own:
-                parts[parameter.unit] += padded(parameter, plan.shard) // plan.shard
+                parts[parameter.unit] += memory.padded(parameter, plan.shard) // plan.shard
             self._kept += 2 * max(parts.values(), default=0)
 
     @property
@@ -273,56 +243,51 @@ class AlikeProcesses:
         """Returns an evaluation's and a step's trace of each process that differs from others: here one."""
         return [((self._scored,), self._trained)]
 
-    def peaks(self, copies: CommunicationBuffers) -> Peaks:
+    def peaks(self, copies: memory.CommunicationBuffers) -> Peaks:
         """Computes the peaks; each is None where the memory of some kernels is unknown."""
         return Peaks(
             step=self.steps(copies)[0] if self._trained.complete else None,
             evaluation=self._evaluation(copies) if self._scored.complete else None,
         )
 
-    def steps(self, copies: CommunicationBuffers) -> list[int]:
+    def steps(self, copies: memory.CommunicationBuffers) -> list[int]:
         """Computes the most bytes of a step, of each process that differs from others: here one."""
         trace, plan, last = self._trained, self._plan, self._plan.microbatches - 1
         ahead, marks = trace.marks[: trace.ahead], trace.marks[trace.ahead :]
         memories = {(number == 0, number == last) for number in range(plan.microbatches)}
-        passes = max(peak(marks, self._memory(copies, is_first, is_last)) for is_first, is_last in memories)
+        passes = max(memory.peak(marks, self._memory(copies, is_first, is_last)) for is_first, is_last in memories)
         passes += trace.message if copies.lingers else 0
-        first = peak(ahead, self._forward_memory(copies)) + RANDOM_STATE if ahead else 0
+        first = memory.peak(ahead, self._memory(copies)) + partition.RANDOM_STATE if ahead else 0
         temporary = self._fake_model.together * max((part.temporary for part in self._parts), default=0)
-        update = int(states(self._parts, 0).gradients + temporary)
+        update = int(memory.states(self._parts, 0).gradients + temporary)
         # The batch before is kept until its loss is read, one step late.
         constant = self._kept + 2 * plan.microbatches * trace.batch
         levels = plan.recomputed(len(self._fake_model.units(self._fake_model.plain)) or 1)
-        random_states = RANDOM_STATE * sum(level in REPEATED for level in levels)
+        random_states = partition.RANDOM_STATE * sum(level in partition.REPEATED for level in levels)
         return [constant + max(passes, first, update) + random_states]
 
-    def _evaluation(self, copies: CommunicationBuffers) -> int:
+    def _evaluation(self, copies: memory.CommunicationBuffers) -> int:
         """Computes the most bytes in an evaluation between two steps."""
         # With zero=1 and 2, the second batch finds gathered what the first one has left.
         number = -(-self._fake_model.validation_samples // (self._rows * self._plan.data_parallel))
-        most = peak(self._scored.marks * min(2, number), self._forward_memory(copies))
+        most = memory.peak(self._scored.marks * min(2, number), self._memory(copies))
         # The step before has its batch until its loss is read.
         batches = self._plan.microbatches * self._trained.batch + self._scored.batch
         most += self._scored.message if copies.lingers else 0
         return self._kept + most + batches + bytes_kept(number, self._scored.numbers)
 
-    def _memory(self, copies: CommunicationBuffers, is_first: bool, is_last: bool) -> PlanMemory:
+    def _memory(
+        self, copies: memory.CommunicationBuffers, is_first: bool = True, is_last: bool = True
+    ) -> memory.PlanMemory:
+        """Returns the plan's memory during a microbatch; in a forward without backward, that of an only one."""
         plan = self._plan
         if plan.uses_fsdp:
             reduces = is_last or plan.zero != 1
-            return FsdpMemory(
+            return memory.FsdpMemory(
                 self._own, plan.shard, plan.zero, there=not is_first, reduces=reduces, copies=copies, away=self._away
             )
         sizes = [parameter.size if parameter.trained else 0 for parameter in self._own]
-        return DdpMemory(sizes, there=not is_first, buckets=sum(sizes) if plan.uses_ddp else 0, last=is_last)
-
-    def _forward_memory(self, copies: CommunicationBuffers) -> PlanMemory:
-        """Returns the plan's memory in a forward without backward: between steps there are no gradients."""
-        plan = self._plan
-        if plan.uses_fsdp:
-            return FsdpMemory(self._own, plan.shard, plan.zero, there=False, reduces=False, copies=copies)
-        gradients = sum(parameter.size for parameter in self._own if parameter.trained)
-        return DdpMemory([], there=False, buckets=gradients if plan.uses_ddp else 0)
+        return memory.DdpMemory(sizes, there=not is_first, buckets=sum(sizes) if plan.uses_ddp else 0, last=is_last)
 
 
 class PipelinedProcesses:
@@ -330,12 +295,14 @@ class PipelinedProcesses:
 
     def __init__(self, fake_model: FakeModel, plan: Plan, samples: int) -> None:
         self._fake_model, self._plan = fake_model, plan
-        self._cut = cut_of(fake_model, plan)
-        self._rows = evaluated_rows(fake_model, plan, samples)
-        self._steps = traced_passes(fake_model, plan, samples)
-        self._scored = fake_model.passes(traced_plan(plan), self._cut, self._rows, threads_of(plan), trains=False)
-        self._parts = first_processes(fake_model, plan)
-        self._buffers = stage_buffers(fake_model, plan)
+        self._cut = partition.cut_of(fake_model, plan)
+        self._rows = partition.evaluated_rows(fake_model, plan, samples)
+        self._steps = partition.traced_passes(fake_model, plan, samples)
+        self._scored = fake_model.passes(
+            partition.traced_plan(plan), self._cut, self._rows, partition.threads_of(plan), trains=False
+        )
+        self._parts = partition.first_processes(fake_model, plan)
+        self._buffers = partition.stage_buffers(fake_model, plan)
         self._stages = [range(place, len(self._scored), plan.pipeline) for place in range(plan.pipeline)]
 
     @property
@@ -344,41 +311,40 @@ class PipelinedProcesses:
         scored = [tuple(self._scored[stage] for stage in stages) for stages in self._stages]
         return list(zip(scored, self._steps, strict=True))
 
-    def peaks(self, copies: CommunicationBuffers) -> Peaks:
+    def peaks(self, copies: memory.CommunicationBuffers) -> Peaks:
         """Computes the peaks of the neediest process; None where the memory of some kernels is unknown."""
         if not all(trace.complete for trace in (*self._steps, *self._scored)):
-            return UNKNOWN
-        places = range(self._plan.pipeline)
-        return Peaks(
-            step=max(self.steps(copies)),
-            evaluation=max(self._evaluation(place, copies) for place in places),
-        )
+            return Peaks()
+        evaluations = (self._evaluation(place, copies) for place in range(self._plan.pipeline))
+        return Peaks(step=max(self.steps(copies)), evaluation=max(evaluations))
 
-    def steps(self, copies: CommunicationBuffers) -> list[int]:
+    def steps(self, copies: memory.CommunicationBuffers) -> list[int]:
         """Computes the most bytes of a step, of each process."""
         return [self._step(place, copies) for place in range(self._plan.pipeline)]
 
-    def _step(self, place: int, copies: CommunicationBuffers) -> int:
+    def _step(self, place: int, copies: memory.CommunicationBuffers) -> int:
         """Computes the most bytes of a process's passes, of the sum over replicas, and of the optimizer's step."""
         plan, parts, summed = self._plan, self._parts[place], 0
-        trace, memory = self._steps[place], self._memory(place, copies)
-        passes = peak(trace.marks, memory)
-        after = trace.marks[-1].level + memory.now
+        trace, overlay = self._steps[place], self._memory(place, copies)
+        passes = memory.peak(trace.marks, overlay)
+        after = trace.marks[-1].level + overlay.now
         if plan.replicate > 1 and not plan.uses_fsdp:
-            summed = states(parts, 0).gradients  # flat copies, all at once
+            summed = memory.states(parts, 0).gradients  # flat copies, all at once
         temporary = int(self._fake_model.together * max((part.temporary for part in parts), default=0))
         waiting = most_waiting = 0  # units whose forward will run again, each with a random state
         levels = plan.recomputed(max(max(units) for units in self._cut) + 1)
         for kind, stage, _ in order_of(plan, place) if plan.recompute else ():
-            waiting += sum(levels[unit] in REPEATED for unit in self._cut[stage]) * (1 if kind == "forward" else -1)
+            waiting += sum(levels[unit] in partition.REPEATED for unit in self._cut[stage]) * (
+                1 if kind == "forward" else -1
+            )
             most_waiting = max(most_waiting, waiting)
         # A stage's generators begin where the stage before it left them.
         states_between = sum((stage > 0) + (stage < len(self._scored) - 1) for stage in self._stages[place])
-        most = max(passes, after + max(summed, temporary)) + RANDOM_STATE * (most_waiting + states_between)
+        most = max(passes, after + max(summed, temporary)) + partition.RANDOM_STATE * (most_waiting + states_between)
         # The batch before is kept until its loss is read, one step late.
         return self._kept(place) + 2 * plan.microbatches * trace.batch + most
 
-    def _evaluation(self, place: int, copies: CommunicationBuffers) -> int:
+    def _evaluation(self, place: int, copies: memory.CommunicationBuffers) -> int:
         """Computes the most bytes of an evaluation on a process: its stages', and its sent tensors'."""
         plan, scored, step = self._plan, self._scored, self._steps[place]
         number = -(-self._fake_model.validation_samples // (self._rows * plan.data_parallel))
@@ -389,21 +355,21 @@ class PipelinedProcesses:
         # With zero=1 and 2, the second batch finds gathered what the first one has left.
         marks = [mark for trace in own for mark in trace.marks] * min(2, number)
         batches = plan.microbatches * self._steps[0].batch + min(number, plan.pipeline) * scored[0].batch
-        most = peak(marks, self._memory(place, copies)) + sum(bytes_kept(number, trace.numbers) for trace in own)
+        most = memory.peak(marks, self._memory(place, copies)) + sum(bytes_kept(number, trace.numbers) for trace in own)
         # The buffers into which a step receives stay from step to step.
-        memory = self._memory(place, copies)
-        peak(step.marks, memory)
-        received = step.marks[-1].level + memory.now - states(self._parts[place], 0).gradients
+        overlay = self._memory(place, copies)
+        memory.peak(step.marks, overlay)
+        received = step.marks[-1].level + overlay.now - memory.states(self._parts[place], 0).gradients
         return self._kept(place) + received + most + waiting + batches
 
     def _kept(self, place: int) -> int:
         parts = self._parts[place]
         own = [part.parameter for part in parts]
-        return kept(self._fake_model, self._plan, parts, own, self._buffers[place])
+        return partition.kept(self._fake_model, self._plan, parts, own, self._buffers[place])
 
-    def _memory(self, place: int, copies: CommunicationBuffers) -> PlanMemory:
+    def _memory(self, place: int, copies: memory.CommunicationBuffers) -> memory.PlanMemory:
         if not self._plan.uses_fsdp:
-            return DdpMemory([], there=False)
+            return memory.DdpMemory([], there=False)
         own = [part.parameter for part in self._parts[place]]
         return _ShardedStages(own, {stage: self._cut[stage] for stage in self._stages[place]}, self._plan, copies)
 
@@ -412,10 +378,14 @@ class _ShardedStages:
     """Stages of a process whose parameters are sharded, each a model of its own to fully_shard."""
 
     def __init__(
-        self, own: Sequence[Parameter], stages: Mapping[int, range], plan: Plan, copies: CommunicationBuffers
+        self,
+        own: Sequence[memory.Parameter],
+        stages: Mapping[int, range],
+        plan: Plan,
+        copies: memory.CommunicationBuffers,
     ) -> None:
         self._stages = {
-            number: FsdpMemory(
+            number: memory.FsdpMemory(
                 [
                     parameter if parameter.unit in units else dataclasses.replace(parameter, shape=())
                     for parameter in own
@@ -460,12 +430,12 @@ def library_memory(fake_model: FakeModel, plan: Plan, samples: int) -> LibraryMe
     Each distinct kernel is run once, in a process of its own, where freed memory goes back at once. None: that process
     got no memory, or the fake model has no kernels.
     """
-    if not fake_model.runs_kernels:
+    if fake_model.kernels is None:
         return None
     traces = [each for processes in composed(fake_model, plan, samples) for each in processes.traces]
     calls = dict.fromkeys((_distinct_calls(evaluated), _distinct_calls([step])) for evaluated, step in traces)
     try:
-        memories = _measured(tuple(calls), threads_of(plan))
+        memories = _measured(tuple(calls), partition.threads_of(plan))
     except ProcessDied:
         return None
     return max(memories, key=lambda memory: memory.total)
@@ -495,7 +465,7 @@ def worker(
 
 def _kept(evaluation: Iterable[Call], step: Iterable[Call], threads: int) -> str:
     """Runs the calls; returns the bytes that stay after the evaluation's, and those that the step's add."""
-    return_freed_memory()
+    return_freed_memory(always=True)
     torch.set_num_threads(threads)
     start = data_size()
     torch.ones(threads << 16).exp_()  # starts all threads, as operators of no library do

@@ -15,8 +15,9 @@ from grappe.errors import PlanError
 from grappe.foresight import partition
 from grappe.foresight.devices import LAUNCH, LEAST, OF_BANDWIDTH, PASS, SPLIT, STEP, Device, kernel_seconds
 from grappe.foresight.fake_model import FakeModel
-from grappe.foresight.pipeline_trace import Kind, orders_of, simulate
-from grappe.foresight.trace import LOSS, START, Ledger, Operator, tensors_of
+from grappe.foresight.memory import second_step
+from grappe.foresight.pipeline_trace import Kind, Pass, orders_of, simulate
+from grappe.foresight.trace import LOSS, START, Operator, Trace
 from grappe.plan import Plan
 from grappe.step.clip import clipping, gradient_norm
 from grappe.step.precision import LossScale
@@ -84,14 +85,6 @@ class Fabric:
     network_gbit: float | None = None
     """Gb/s of all of a node's network adapters together, in one direction; None: unknown."""
 
-    def refuse_unknown_network(self, plan: Plan) -> None:
-        """Raises PlanError for a plan that needs a network whose rate is unknown."""
-        if plan.processes > max(1, self.node) and self.network_gbit is None:
-            raise PlanError(
-                f"{plan.processes} GPUs, and a node has {self.node}: the rate of the network between nodes is not "
-                "known here (network_gbit in the site's file), so the time is not foreseen"
-            )
-
     def all_reduce(self, size: float, degree: int, stride: int = 1) -> float:
         """Computes the seconds of a ring's all-reduce of `size` bytes (Patarasuk and Yuan 2009).
 
@@ -136,7 +129,11 @@ def gpu_time(fake_model: FakeModel, plan: Plan, fabric: Fabric, *, batch: int | 
         TaskError: the task cannot be traced.
     """
     refuse_untimed(plan)
-    fabric.refuse_unknown_network(plan)
+    if plan.processes > max(1, fabric.node) and fabric.network_gbit is None:
+        raise PlanError(
+            f"{plan.processes} GPUs, and a node has {fabric.node}: the rate of the network between nodes is not "
+            "known here (network_gbit in the site's file), so the time is not foreseen"
+        )
     device = fabric.device
     device.flops(plan.precision)
     fake_model = fake_model.of(plan)
@@ -188,23 +185,36 @@ def refuse_untimed(plan: Plan) -> None:
 
 def _pipelined(fake_model: FakeModel, plan: Plan, samples: int, fabric: Fabric) -> StepTime:
     """Foresees a step of a pipeline, pass by pass; the others wait for the process that has most."""
-    passes, owned = PipelinePasses(fake_model, plan, samples), partition.stage_parameters(fake_model, plan)
-    device = fabric.device
-    on_gpu = passes.means(lambda operator: device.kernel(operator, plan.precision))
-    ahead, back = (passes.means(lambda operator, way=way: _launch(operator, way)) for way in ("forward", "backward"))
+    if fake_model.task.whole_batch_loss:
+        raise PlanError(
+            "a pipeline with a loss of the whole batch: its time is not foreseen; grappe measure runs any plan"
+        )
+    orders, traces = orders_of(plan), partition.traced_passes(fake_model, plan, samples)
+    handed: dict[int, int] = {}  # bytes, by the stage that hands them to the next one
+    for order, trace in zip(orders, traces, strict=True):
+        handed |= zip(sorted({stage for _, stage, _ in order}), trace.boundaries, strict=True)
+    owned, device = partition.stage_parameters(fake_model, plan), fabric.device
+    on_gpu, ahead, back = (
+        pass_means(orders, traces, value)
+        for value in (
+            lambda operator: device.kernel(operator, plan.precision),
+            lambda operator: _launch(operator, "forward"),
+            lambda operator: _launch(operator, "backward"),
+        )
+    )
     seconds = {
         key: max(kernels, PASS + (ahead if key[0] == "forward" else back)[key]) for key, kernels in on_gpu.items()
     }
 
     def message(stage: int) -> float:
-        return fabric.message(passes.handed[stage], plan.pipeline, plan.processes // plan.pipeline)
+        return fabric.message(handed[stage], plan.pipeline, plan.processes // plan.pipeline)
 
-    simulated = simulate(passes.orders, lambda kind, stage: seconds[kind, stage], message)
+    simulated = simulate(orders, lambda kind, stage: seconds[kind, stage], message)
     updates = _updates(fake_model, plan)
     updated = max(
         max(kernel_seconds(device, update, plan.precision), STEP + _launches(update, "update")) for update in updates
     )
-    works = [((1, trace.operators), (1, update)) for trace, update in zip(passes.traces, updates, strict=True)]
+    works = [((1, trace.operators), (1, update)) for trace, update in zip(traces, updates, strict=True)]
     largest = max(sum(parameter.size for parameter in own if parameter.trained) for own in owned)
     return StepTime(
         compute=max(simulated.busy) + updated,
@@ -215,40 +225,19 @@ def _pipelined(fake_model: FakeModel, plan: Plan, samples: int, fabric: Fabric) 
     )
 
 
-class PipelinePasses:
-    """The passes of a pipeline's processes in one step of `samples` samples.
-
-    Args:
-        fake_model: made with `records`.
-
-    Raises:
-        PlanError: the model cannot be cut into so many stages, or has a loss of the whole batch.
-        TaskError: the task cannot be traced.
-    """
-
-    def __init__(self, fake_model: FakeModel, plan: Plan, samples: int) -> None:
-        if fake_model.task.whole_batch_loss:
-            raise PlanError(
-                "a pipeline with a loss of the whole batch: its time is not foreseen; grappe measure runs any plan"
-            )
-        self.orders = orders_of(plan)
-        self.traces = partition.traced_passes(fake_model, plan, samples)
-        self.handed: dict[int, int] = {}
-        """Bytes that each stage hands to the next one."""
-        for order, trace in zip(self.orders, self.traces, strict=True):
-            self.handed |= zip(sorted({stage for _, stage, _ in order}), trace.boundaries, strict=True)
-
-    def means(self, value: Callable[[Operator], float]) -> dict[tuple[Kind, int], float]:
-        """Sums a value over the operators of each kind of pass of each stage; the mean over microbatches."""
-        sums = defaultdict[tuple[Kind, int], list[float]](list)
-        for order, trace in zip(self.orders, self.traces, strict=True):
-            by_pass = [0.0] * len(order)
-            begun = list(itertools.accumulate((mark.kind == START for mark in trace.marks), initial=-1))
-            for operator in trace.operators:
-                by_pass[begun[operator.mark]] += value(operator)
-            for total, (kind, stage, _) in zip(by_pass, order, strict=True):
-                sums[kind, stage].append(total)
-        return {key: sum(several) / len(several) for key, several in sums.items()}
+def pass_means(
+    orders: Iterable[Sequence[Pass]], traces: Iterable[Trace], value: Callable[[Operator], float]
+) -> dict[tuple[Kind, int], float]:
+    """Sums a value over the operators of each kind of pass of each stage; the mean over microbatches."""
+    sums = defaultdict[tuple[Kind, int], list[float]](list)
+    for order, trace in zip(orders, traces, strict=True):
+        by_pass = [0.0] * len(order)
+        begun = list(itertools.accumulate((mark.kind == START for mark in trace.marks), initial=-1))
+        for operator in trace.operators:
+            by_pass[begun[operator.mark]] += value(operator)
+        for total, (kind, stage, _) in zip(by_pass, order, strict=True):
+            sums[kind, stage].append(total)
+    return {key: sum(several) / len(several) for key, several in sums.items()}
 
 
 def update_operators(
@@ -264,41 +253,19 @@ def update_operators(
         pairs = [(name, nn.Parameter(torch.empty(shape, dtype=kind))) for name, shape, kind in named]
         parameters = [parameter for _, parameter in pairs]
         optimizer = optimizer_of(task, pairs)
-        for group in optimizer.param_groups:
-            if group.get("foreach", False) is None:
-                group["foreach"] = True
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        optimizer.step()  # makes the state
-        existing = [
-            *parameters,
-            *(parameter.grad for parameter in parameters if parameter.grad is not None),
-            *tensors_of([dict(optimizer.state.get(parameter, {})) for parameter in parameters]),
-        ]
         clip = clipping(task, Plan(), LossScale("fp32"), parameters, lambda: gradient_norm(parameters))
-        with Ledger(existing, records=True) as ledger:
-            if clip is not None:
-                with torch.no_grad():
-                    clip()
-            optimizer.step()
-    return ledger.operators
+        return second_step(optimizer, parameters, clip=clip, foreach=True, records=True).operators
 
 
 def _updates(fake_model: FakeModel, plan: Plan) -> list[list[Operator]]:
     """Returns the operators of an update, of the first process of each stage of a pipeline."""
     kinds = {2: torch.bfloat16, 8: torch.float64}
-    return [
-        update_operators(
-            fake_model.task,
-            fake_model.mode,
-            [
-                (part.parameter.name, part.shape, kinds.get(part.parameter.item, torch.float32))
-                for part in parts
-                if part.parameter.trained
-            ],
-        )
-        for parts in partition.first_processes(fake_model, plan)
-    ]
+    updates = []
+    for parts in partition.first_processes(fake_model, plan):
+        trained = [(part.parameter, part.shape) for part in parts if part.parameter.trained]
+        named = [(parameter.name, shape, kinds.get(parameter.item, torch.float32)) for parameter, shape in trained]
+        updates.append(update_operators(fake_model.task, fake_model.mode, named))
+    return updates
 
 
 def _at_peak(device: Device, precision: str, work: Work) -> tuple[float, float]:

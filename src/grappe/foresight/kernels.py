@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +27,6 @@ OF_LIBRARIES = (*WITH_SCRATCH, "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbm
 """Operators whose kernels are of libraries (oneDNN, MKL) that keep memory for their next call."""
 REPEATS = 4  # of a timed kernel: the first one also makes what libraries keep
 LARGEST = 2 << 30  # bytes of arguments and output; what is larger is not tried
-
-T = TypeVar("T")
 
 
 class Form(NamedTuple):
@@ -55,7 +54,7 @@ class Call(NamedTuple):
     @property
     def too_large(self) -> bool:
         """Returns whether it is too large to be tried."""
-        return sum(map(_size, nested(tuple(self), Form))) > LARGEST
+        return sum(map(_size, tree_leaves(tuple(self), is_leaf=lambda leaf: isinstance(leaf, Form)))) > LARGEST
 
     def on_ones(self) -> Callable[[], Any]:
         """Returns the operator as a function without arguments; it is called on ones, in memory of this process."""
@@ -152,26 +151,14 @@ def _peak(events: Sequence[dict[str, Any]], name: str) -> int:
     if not spans:  # it did not run
         return 0
     start, end = spans[0]["ts"], spans[0]["ts"] + spans[0]["dur"]
-    now = most = 0
     changes = [event for event in events if event.get("name") == "[memory]" and start <= event["ts"] <= end]
-    for change in sorted(changes, key=lambda event: event["ts"]):
-        now += change["args"]["Bytes"]
-        most = max(most, now)
-    return most
+    changes.sort(key=lambda event: event["ts"])
+    return max(itertools.accumulate((change["args"]["Bytes"] for change in changes), initial=0))
 
 
-def nested(value: Any, kind: type[T]) -> Iterator[T]:
-    """Yields the elements of type `kind` in a nested tuple."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, tuple):
-        for element in value:
-            yield from nested(element, kind)
-
-
-def _size(form: Form) -> int:
-    """Computes the bytes of a tensor's memory, from its first number to its last."""
-    if 0 in form.size:
+def _size(form: Any) -> int:
+    """Computes the bytes of a tensor's memory, from its first number to its last; of anything else 0."""
+    if not isinstance(form, Form) or 0 in form.size:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(form.size, form.stride, strict=True))
     return (last + 1) * getattr(torch, form.kind).itemsize

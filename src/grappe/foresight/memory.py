@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -64,20 +65,11 @@ def stepped(
         The parameters; and how many times the largest of their temporary bytes a step of all takes: Python keeps the
         last parameter's until the next has made its own, and foreach makes all at once.
     """
-    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    for group in optimizer.param_groups:
-        if foreach and group.get("foreach", False) is None:
-            group["foreach"] = True
     parameters = []
     for name, parameter in named:
         split, unsplit, temporary = [], [], 0
         if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)
-            optimizer.step()  # makes the state
-            ledger = Ledger([parameter, parameter.grad, *_state(optimizer, parameter)])
-            with ledger:
-                optimizer.step()
-            ledger.mark(END)
+            ledger = second_step(optimizer, [parameter], foreach=foreach)
             for value in _settled(optimizer, parameter, ledger.now):
                 (split if value.shape == parameter.shape and value.dim() else unsplit).append(value.nbytes)
             parameter.grad = None
@@ -94,18 +86,39 @@ def stepped(
                 temporary=temporary,
             )
         )
-    for _, parameter in trained:
-        parameter.grad = torch.empty_like(parameter)
-    pairs = [(parameter.grad, _state(optimizer, parameter)) for _, parameter in named]
-    held = [value for gradient, state in pairs for value in (gradient, *state) if value is not None]
-    ledger = Ledger([*(parameter for _, parameter in named), *held])
-    with ledger:
-        optimizer.step()
-    ledger.mark(END)
-    for _, parameter in trained:
+    trained = [parameter for _, parameter in named if parameter.requires_grad]
+    ledger = second_step(optimizer, trained, foreach=foreach)
+    for parameter in trained:
         parameter.grad = None
     largest = max(1, *(parameter.temporary for parameter in parameters))
     return tuple(parameters), ledger.marks[-1].peak / largest
+
+
+def second_step(
+    optimizer: Optimizer,
+    parameters: Sequence[nn.Parameter],
+    *,
+    clip: Callable[[], object] | None = None,
+    foreach: bool,
+    records: bool = False,
+) -> Ledger:
+    """Steps an optimizer twice with empty gradients of some parameters; follows the second step, with its clipping."""
+    for group in optimizer.param_groups:
+        if foreach and group.get("foreach", False) is None:
+            group["foreach"] = True
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()  # makes the state
+    pairs = [(parameter.grad, _state(optimizer, parameter)) for parameter in parameters]
+    held = [value for gradient, state in pairs for value in (gradient, *state) if value is not None]
+    ledger = Ledger([*parameters, *held], records=records)
+    with ledger:
+        if clip is not None:
+            with torch.no_grad():
+                clip()
+        optimizer.step()
+    ledger.mark(END)
+    return ledger
 
 
 def _state(optimizer: Optimizer, parameter: nn.Parameter) -> list[Tensor]:
@@ -178,25 +191,6 @@ class States:
     def total(self) -> int:
         """Sums all of them."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Peaks:
-    """The most bytes that torch allocates on a process's device; None: not known."""
-
-    step: int | None
-    evaluation: int | None
-
-
-UNKNOWN = Peaks(step=None, evaluation=None)
-
-
-def neediest(several: Iterable[Peaks]) -> Peaks:
-    """Returns the largest peaks of several processes; None where one is not known."""
-    steps, evaluations = zip(*((each.step, each.evaluation) for each in several), strict=True)
-    return Peaks(
-        step=None if None in steps else max(steps), evaluation=None if None in evaluations else max(evaluations)
-    )
 
 
 def states(parts: Sequence[ParameterShard], buffers: int) -> States:
@@ -296,18 +290,18 @@ class FsdpMemory:
         self._away = away
         self._parameters, self._ways, self._zero, self._reduces = parameters, ways, zero, reduces
         self._copies, self._held = copies, held
-        self._full: dict[int, int] = {}
-        self._trained: dict[int, int] = {}
-        self._whole: dict[int, int] = {}  # gradients before they are reduced, by unit
+        self._full = Counter[int]()
+        self._trained = Counter[int]()
+        self._whole = Counter[int]()  # gradients before they are reduced, by unit
         self._accumulates = there and zero == 1
         for parameter in parameters:
             if not parameter.shape:  # scalars stay whole
                 continue
-            _add(self._full, parameter.unit, padded(parameter, ways))
+            self._full[parameter.unit] += padded(parameter, ways)
             if parameter.trained:
-                _add(self._trained, parameter.unit, padded(parameter, ways))
+                self._trained[parameter.unit] += padded(parameter, ways)
                 if self._accumulates:
-                    _add(self._whole, parameter.unit, parameter.size)
+                    self._whole[parameter.unit] += parameter.size
         self._gathered: dict[int, int] = {}  # whole parameters, by unit
         self._buffers: dict[int, int] = {}  # what all-gathers write, by unit
         self._reducing = 0  # what the last reduce-scatter read
@@ -358,8 +352,8 @@ class FsdpMemory:
             case "reduce" if self._held:
                 self._held = False
                 for parameter in self._parameters:
-                    if parameter.shape and parameter.trained:
-                        _add(self._whole, parameter.unit, parameter.size)
+                    if parameter.trained:
+                        self._add(parameter)
                 self._traced = sum(self._whole.values())
                 self._end()
         return max(self._most, self.now)
@@ -404,8 +398,7 @@ class FsdpMemory:
             if unit not in self._buffers:
                 self._gather(unit)
             self._copy_out(unit)
-            freed = self._buffers.pop(unit, 0)
-            self._linger(freed)
+            self._linger(self._buffers.pop(unit, 0))
         place = self._places[unit].pop() if self._places.get(unit) else 0
         if place and self._order[place - 1] not in self._gathered:
             self._gather(self._order[place - 1])
@@ -425,7 +418,7 @@ class FsdpMemory:
 
     def _add(self, parameter: Parameter) -> None:
         if parameter.shape and not self._accumulates:
-            _add(self._whole, parameter.unit, parameter.size)
+            self._whole[parameter.unit] += parameter.size
 
     def _reduce(self, unit: int) -> None:
         """Frees a unit's parameters, and reduces its gradients."""
@@ -461,7 +454,3 @@ class FsdpMemory:
 
     def _note(self, besides: int = 0) -> None:
         self._most = max(self._most, self.now + besides)
-
-
-def _add(sizes: dict[int, int], unit: int, size: int) -> None:
-    sizes[unit] = sizes.get(unit, 0) + size

@@ -67,7 +67,7 @@ def kept(
         )
     average = held.gradients if fake_model.task.ema is not None else 0  # of as many numbers
     # Of two samples, kept from the start.
-    example = sum(tensor.nbytes for tensor in tensors_of(fake_model.example()))
+    example = sum(tensor.nbytes for tensor in tensors_of(fake_model.batches.example))
     return held.buffers + held.optimizer + parameters + average + example + SCALARS
 
 
@@ -133,7 +133,9 @@ def cut_of(fake_model: FakeModel, plan: Plan) -> Cut:
         PlanError: the units are not the model, or cannot be cut.
     """
     fake_model.check_units()
-    return cut_into_stages(fake_model.task, fake_model.plain, plan.pipeline * stages_each(plan), fake_model.example())
+    return cut_into_stages(
+        fake_model.task, fake_model.plain, plan.pipeline * stages_each(plan), fake_model.batches.example
+    )
 
 
 def traced_passes(fake_model: FakeModel, plan: Plan, samples: int) -> tuple[Trace, ...]:

@@ -172,7 +172,7 @@ class Boundaries:
 
 
 class _Process:
-    """One process of a pipeline, and what it keeps during a step."""
+    """One process of a pipeline, and what it keeps during a step; its methods are the kinds of passes."""
 
     def __init__(self, task: Task, own: Mapping[int, Stage], bounds: Boundaries, batch: Batch, plan: Plan) -> None:
         self._batch, self._losses, self._precision = batch, Losses(task, summed_in=stored_in(plan)), plan.precision
@@ -187,16 +187,6 @@ class _Process:
         self._cached: dict[tuple[int, int], tuple[Leaves, Leaves]] = {}
         self._roots: dict[int, Tensor] = {}
         self._halves: dict[tuple[int, int], tuple[Leaves, Sequence[Any], list[dict[str, Any]]]] = {}
-
-    def run(self, kind: Kind, stage: Stage, micro: int) -> Leaves:
-        """Runs a pass; returns what it sends."""
-        made = {
-            "forward": self.forward,
-            "backward": self.backward,
-            "inputs": self.backward_of_inputs,
-            "weights": self.backward_of_weights,
-        }
-        return made[kind](stage, micro)
 
     def forward(self, stage: Stage, micro: int) -> Leaves:
         """Runs a forward, and on the last stage the loss; returns what goes to the next stage."""
@@ -230,7 +220,7 @@ class _Process:
             leaf.grad = None
         return gradients
 
-    def backward_of_inputs(self, stage: Stage, micro: int) -> Leaves:
+    def inputs(self, stage: Stage, micro: int) -> Leaves:
         """Runs the input-gradient half of a backward; the first stage leaves all to the other half.
 
         These gradients stay on the inputs until the next step.
@@ -245,7 +235,7 @@ class _Process:
         self._halves[key] = ends, inputs, groups
         return tuple(gradient for gradient in gradients if gradient is not None)
 
-    def backward_of_weights(self, stage: Stage, micro: int) -> Leaves:
+    def weights(self, stage: Stage, micro: int) -> Leaves:
         """Runs the weight-gradient half."""
         if stage.is_first:
             self.backward(stage, micro)
@@ -286,7 +276,7 @@ def traced_step(
         begins = next(index for index, (kind, _, _) in enumerate(order) if kind != "forward")
         for index, (kind, number, which) in enumerate(order):
             ledger.mark(trace.START, number)
-            (handed if kind == "forward" else sent).append(process.run(kind, own[number], which))
+            (handed if kind == "forward" else sent).append(getattr(process, kind)(own[number], which))
             if kind == "forward" and index == begins - 2:
                 # Tensors that 1F1B sends before its last warm-up are freed with the cool-down's first send.
                 late = handed[-1]
@@ -297,7 +287,8 @@ def traced_step(
         ledger.mark(trace.REDUCE)  # gradients, and what was received into, which stays
     for parameter in parameters:
         parameter.grad = None
-    return _made(ledger, batch, [bounds.handed(number) for number in own])
+    handed_on = _bytes(bounds.handed(number) for number in own)
+    return trace.made(ledger, batch.microbatches[0], boundaries=handed_on)
 
 
 def _mark_units(stages: Sequence[Stage], own: Mapping[int, Stage], ledger: trace.Ledger) -> None:
@@ -327,7 +318,7 @@ def traced_evaluation(
             assert stage.leaving is not None
             numbers = trace.scored(losses, tree_unflatten(list(outputs), stage.leaving), micro, batch)
         ledger.mark(trace.SCORED)
-    return dataclasses.replace(_made(ledger, batch, [outputs]), numbers=numbers)
+    return trace.made(ledger, micro, boundaries=_bytes([outputs]), numbers=numbers)
 
 
 def _ledger(stages: Iterable[Stage], batch: Batch, describes: bool, records: bool = False) -> trace.Ledger:
@@ -336,16 +327,8 @@ def _ledger(stages: Iterable[Stage], batch: Batch, describes: bool, records: boo
     return trace.Ledger(existing, describes=describes, records=records)
 
 
-def _made(ledger: trace.Ledger, batch: Batch, handed: Iterable[Leaves]) -> trace.Trace:
-    micro = batch.microbatches[0]
-    return trace.Trace(
-        rows=micro.size,
-        marks=trace.ordered(ledger.marks),
-        batch=sum(tensor.nbytes for tensor in trace.tensors_of(micro)),
-        boundaries=tuple(sum(leaf.nbytes for leaf in leaves) for leaves in handed),
-        calls=tuple(ledger.calls),
-        operators=tuple(ledger.operators),
-    )
+def _bytes(several: Iterable[Leaves]) -> tuple[int, ...]:
+    return tuple(sum(leaf.nbytes for leaf in leaves) for leaves in several)
 
 
 def _like(leaf: Tensor, requires_grad: bool = False) -> Tensor:

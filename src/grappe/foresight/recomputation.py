@@ -83,7 +83,7 @@ class Units:
         self, fake_model: FakeModel, plan: Plan, samples: int, device: Device | None, *, gpu: bool, rate: float = 0.0
     ) -> None:
         self._fake_model, self._plan, self._samples, self._gpu = fake_model, plan, samples, gpu
-        self._device = device or (None if fake_model.runs_kernels else device_named(REFERENCE))
+        self._device = device or (device_named(REFERENCE) if fake_model.kernels is None else None)
         pipelined, model = plan.pipeline > 1, fake_model.plain
         self.number = len(pipeline_units(fake_model.task, model) if pipelined else fake_model.units(model)) or 1
         """A model without units is one."""

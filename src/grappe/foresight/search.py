@@ -10,7 +10,7 @@ from grappe import engines
 from grappe.errors import GrappeError, PlanError, TaskError
 from grappe.foresight.devices import Device
 from grappe.foresight.fake_model import FakeModel
-from grappe.foresight.forecast import NOTHING_KEPT, LibraryMemory, MemoryForecast, memory_forecast, with_libraries
+from grappe.foresight.forecast import NOTHING_KEPT, LibraryMemory, MemoryForecast, library_memory, memory_forecast
 from grappe.foresight.recomputation import Recomputation, fitted
 from grappe.plan import Plan, as_plan
 from grappe.words import count_of, format_bytes, plan_name
@@ -137,7 +137,8 @@ def foreseen(
         if budget is not None and not budget.gpu:
             without = dataclasses.replace(budget, libraries=NOTHING_KEPT)
             if without.fits(forecast, plan.processes):
-                forecast = with_libraries(forecast, fake_model, plan, batch=batch)
+                libraries = library_memory(fake_model.of(plan), plan, batch)
+                forecast = dataclasses.replace(forecast, libraries=libraries)
     except GrappeError as error:
         if isinstance(error, TaskError):
             if plan.pipeline == plan.tensor == plan.domain == 1:

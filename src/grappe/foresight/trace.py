@@ -128,15 +128,10 @@ class Ledger(TorchDispatchMode):
         old = all(
             id(tensor.untyped_storage()) in inputs or tensor.untyped_storage() in self._storages for tensor in made
         )
-        sizes = {
-            (
-                id(tensor.untyped_storage()),
-                tuple(tensor.shape),
-                tensor.stride(),
-                int(tensor.storage_offset()),
-            ): math.prod(tensor.shape) * tensor.dtype.itemsize
-            for tensor in (*read, *made)
-        }
+        sizes = {}  # of each tensor once
+        for tensor in (*read, *made):
+            view = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+            sizes[id(tensor.untyped_storage()), view] = math.prod(tensor.shape) * tensor.dtype.itemsize
         self.operators.append(
             Operator(
                 name=str(operator),
@@ -250,7 +245,6 @@ def traced(
         trains: whether to run backward; else gradients must be off.
     """
     micro = batch.microbatches[0]
-    tensors = [local_rows(each) for each in tensors_of(micro)]
     existing = [*model.parameters(), *model.buffers(), *map(local_rows, tensors_of(batch.microbatches))]
     ledger = Ledger(existing, describes=describes, records=records)
     for number, unit in enumerate(units):
@@ -275,15 +269,19 @@ def traced(
         else:
             numbers = result
             ledger.mark(SCORED)
+    return made(ledger, micro, ahead=ahead, numbers=numbers)
+
+
+def made(ledger: Ledger, micro: Microbatch, **others: Any) -> Trace:
+    """Returns the trace that a ledger has followed, of a microbatch."""
     return Trace(
         rows=micro.size,
         marks=ordered(ledger.marks),
-        batch=sum(tensor.nbytes for tensor in tensors),
+        batch=sum(local_rows(tensor).nbytes for tensor in tensors_of(micro)),
         message=ledger.message,
         calls=tuple(ledger.calls),
         operators=tuple(ledger.operators),
-        ahead=ahead,
-        numbers=numbers,
+        **others,
     )
 
 
@@ -300,8 +298,10 @@ def _first_pass(task: Task, model: nn.Module, losses: WholeBatchLosses, batch: B
     ledger.mark(SCORED)
 
 
-def with_kernels(trace: Trace, kernels: Kernels, threads: int) -> Trace:
+def with_kernels(trace: Trace, kernels: Kernels | None, threads: int) -> Trace:
     """Returns the trace, with the bytes that its kernels take besides their output with `threads` threads."""
+    if kernels is None:
+        return trace
     calls = [call for call in trace.calls if call[2].starts(WITH_SCRATCH)]
     sizes = kernels.sizes((call for _, _, call in calls), threads)
     marks = list(trace.marks)

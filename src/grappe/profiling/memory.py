@@ -112,29 +112,21 @@ def below_peak() -> int:
 
 def _status(name: str, file: Path = STATUS) -> int:
     with contextlib.suppress(OSError):
-        for line in file.read_text().splitlines():
-            if line.startswith(name):
-                return int(line.split()[1]) * 1024
+        return _numbers(file).get(name, 0) * 1024
     return 0
 
 
-def apply_memory_limit() -> None:
-    """Makes glibc return freed memory at once if RLIMIT_DATA limits this process.
+def return_freed_memory(*, always: bool = False) -> None:
+    """Makes glibc return freed memory to the system at once if RLIMIT_DATA limits this process: it costs page faults.
 
     glibc keeps freed blocks of up to 32 MB, in several heaps: a sharded model, whose parameters are gathered and freed,
-    took 60 % more memory for that reason. Returning blocks costs page faults, so grappe does so only under a limit.
-    """
-    if data_limit() is not None:
-        return_freed_memory()
-
-
-def return_freed_memory() -> None:
-    """Makes glibc return freed memory to the system at once, as under RLIMIT_DATA.
+    took 60 % more memory for that reason.
 
     Blocks from 64 kB on are mapped one by one: those of 64 to 256 kB in the heap kept holes of 20 MB beside CoAtNet's
     gradients, of which no foresight knows.
     """
-    mallopt(mmap=64 * 1024, trim=1024 * 1024)
+    if always or data_limit() is not None:
+        mallopt(mmap=64 * 1024, trim=1024 * 1024)
 
 
 @contextlib.contextmanager

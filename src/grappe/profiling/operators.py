@@ -93,11 +93,6 @@ class OperatorTotals:
     read_lines: tuple[LineCost, ...]
     copy_lines: tuple[LineCost, ...]
 
-    @property
-    def kernels(self) -> float:
-        """Sums the seconds in kernels."""
-        return self.matrix + self.copies + self.casts + self.elementwise
-
 
 class OperatorTrace(TorchDispatchMode):
     """Mode that records the operators of forward and backward, below autograd and autocast.

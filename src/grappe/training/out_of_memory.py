@@ -97,7 +97,7 @@ def reporting_out_of_memory(rank: int) -> Iterator[LibraryMemoryProbe]:
     Raises:
         LocalOutOfMemory: there was one.
     """
-    memory.apply_memory_limit()
+    memory.return_freed_memory()
     before = memory.data_size()
     reserve, probe = [bytearray(RESERVE_BYTES)], LibraryMemoryProbe()
     try:

@@ -124,7 +124,9 @@ class Fault:
     """A fault to inject, and the plan to resume under."""
 
     name: str
-    injector: FaultInjector | None = None
+    kind: str = ""
+    ranks: str = "all"
+    """Those of the FaultInjector, after HURT_AT steps."""
     damage: Callable[[Path], None] | None = None
     """Function that damages the run's folder, once the training has paused."""
     plan: Plan | None = None
@@ -172,24 +174,23 @@ def drill(request: Request, note: Callable[[str], None] = lambda words: None) ->
 def all_faults(plan: Plan) -> list[Fault]:
     """Lists the faults to try under a plan."""
     many = plan.processes > 1
-    cases = [Fault(name="one process killed", injector=FaultInjector("SIGKILL", HURT_AT, "last"))] if many else []
+    cases = [Fault(name="one process killed", kind="SIGKILL", ranks="last")] if many else []
     cases += [
-        Fault(name="all processes killed", injector=FaultInjector("SIGKILL", HURT_AT)),
-        Fault(name="killed in a save", injector=FaultInjector("save", HURT_AT, "first")),
-        Fault(name="SIGTERM", injector=FaultInjector("SIGTERM", HURT_AT, "first")),
+        Fault(name="all processes killed", kind="SIGKILL"),
+        Fault(name="killed in a save", kind="save", ranks="first"),
+        Fault(name="SIGTERM", kind="SIGTERM", ranks="first"),
         Fault(name="newest checkpoint truncated", damage=functools.partial(damage, flips=False)),
         Fault(name="a bit of it flipped", damage=functools.partial(damage, flips=True)),
-        Fault(name="disk full", injector=FaultInjector("disk", HURT_AT)),
+        Fault(name="disk full", kind="disk"),
     ]
     if many:
-        cases.append(Fault(name="one process stopped", injector=FaultInjector("SIGSTOP", HURT_AT, "last")))
-        again = FaultInjector("SIGKILL", HURT_AT, "last")
-        cases.append(Fault(name="one killed, in the same command", injector=again, restarts=1))
+        cases.append(Fault(name="one process stopped", kind="SIGSTOP", ranks="last"))
+        cases.append(Fault(name="one killed, in the same command", kind="SIGKILL", ranks="last", restarts=1))
     if plan.checked:
-        cases.append(Fault(name="one process computes wrongly", injector=FaultInjector("wrong", HURT_AT, "last")))
+        cases.append(Fault(name="one process computes wrongly", kind="wrong", ranks="last"))
     for name, change in (("killed, resumed with fewer processes", -1), ("killed, resumed with more processes", 1)):
         if (other := _resized(plan, change)) is not None:
-            cases.append(Fault(name=name, injector=FaultInjector("SIGKILL", HURT_AT), plan=other))
+            cases.append(Fault(name=name, kind="SIGKILL", plan=other))
     return cases
 
 
@@ -254,10 +255,9 @@ def _disturb(fault: Fault, request: Request, run: Path) -> int | None:
         _train(request, run, options=dataclasses.replace(OPTIONS, steps=done))
         fault.damage(run)
         return done
-    assert fault.injector is not None
     options = dataclasses.replace(OPTIONS, restarts=fault.restarts)
     with contextlib.suppress(GrappeError), contextlib.redirect_stderr(io.StringIO()):  # it is meant to fail
-        _train(request, run, fault.injector, options=options)
+        _train(request, run, FaultInjector(fault.kind, HURT_AT, fault.ranks), options=options)
     description = Run(run).read_description()
     if description.get("status") == "paused" and description["restarts"] == 0:
         return None

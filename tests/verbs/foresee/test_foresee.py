@@ -23,10 +23,10 @@ from tests.verbs.foresee.test_tables import PLANS, plan
 
 
 def test_a_sites_gpu_has_the_memory_that_its_name_says() -> None:
-    assert verb.budget_of("narval").size == 40 * 10**9
-    assert verb.budget_of("jean-zay-v100").size == 16 * 10**9  # 16 or 32
-    with pytest.raises(UsageError, match="narval-cpu"):
-        verb.budget_of("narval-cpu")
+    budgets = [verb.budget_in(find(site)) for site in ("narval", "jean-zay-v100")]
+    assert [budget and budget.size for budget in budgets] == [40 * 10**9, 16 * 10**9]  # 16 or 32
+    with pytest.raises(UsageError, match="--site=narval-cpu: the memory of its GPU is unknown"):
+        verb.foresee("digits", ["device=cuda"], site="narval-cpu")
 
 
 def test_a_plan_that_is_not_foreseen_says_why_and_the_others_are_foreseen() -> None:
@@ -117,7 +117,7 @@ def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path)
 
 def test_the_numbers_of_gpus_that_a_batch_fits_on_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     small = MemoryBudget(whose="a small GPU", size=12_000_000, besides=0)
-    monkeypatch.setattr("grappe.verbs.foresee.foresee.budget_of", lambda site: small)
+    monkeypatch.setattr("grappe.verbs.foresee.foresee.budget_in", lambda site: small)
     found = verb.foresee("digits", gpus=[1, 2], batch_size=[512], site="narval")
     says = "fits on 1 GPU with no more computing (microbatches=2), on 2 GPUs with no more computing (replicate=2)"
     assert says in found.notes

@@ -75,17 +75,17 @@ def test_its_measured_costs(tmp_path: Path) -> None:
         and found.origin == f"as measured in the run {run.folder.name}"
         and found.steps_per_epoch == 50
     )
-    assert found.costs.step == pytest.approx(0.012)  # the mean, which is above the median
-    assert (found.costs.evaluation, found.costs.save, found.costs.start) == (2.0, 0.75, 7.0)
+    assert found.step == pytest.approx(0.012)  # the mean, which is above the median
+    assert (found.evaluation, found.save, found.start) == (2.0, 0.75, 7.0)
 
 
 def test_evaluations_of_earlier_starts_are_not_counted_and_without_one_it_takes_half_an_epoch(tmp_path: Path) -> None:
     run = with_evaluations(made(tmp_path, costs=[cost(samples=3200)]), 50, 100)
     found = training_time.earlier_run(query(), tmp_path, None, Options())
-    assert found is not None and found.costs.evaluation == 4.0
+    assert found is not None and found.evaluation == 4.0
     with_evaluations(run)
     found = training_time.earlier_run(query(), tmp_path, None, Options())
-    assert found is not None and found.costs.evaluation == pytest.approx(0.5 * 50 * 0.012)
+    assert found is not None and found.evaluation == pytest.approx(0.5 * 50 * 0.012)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,9 @@ def test_cpus_are_of_the_site_or_of_this_machine_and_have_as_many_threads(
     assert (training_time.earlier_run(asked, tmp_path, None, Options()) is not None) == found
 
 
-COSTS = training_time.TimeCosts(step=0.5, evaluation=10.0, save=2.0, start=30.0)
+COSTS = training_time.TimeEstimate(
+    step=0.5, evaluation=10.0, save=2.0, start=30.0, steps_per_epoch=100, origin="measured"
+)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +180,7 @@ def test_what_is_left(options: Options, done: int, steps: int, evaluations: int,
 def test_what_it_takes() -> None:
     remaining = training_time.RemainingTraining(steps=100, evaluations=3, saves=2)
     assert COSTS.seconds(remaining) == 30 + 50 + 30 + 4
-    unsure = training_time.TimeCosts(step=0.5, evaluation=10.0, save=2.0, start=30.0, spread=0.5)
+    unsure = dataclasses.replace(COSTS, spread=0.5)
     assert unsure.seconds(remaining) == 2 * COSTS.seconds(remaining)  # half to twice
 
 

@@ -11,7 +11,6 @@ from grappe.verbs.measure.breakdown import (
     PARTS,
     SMALL_BATCH,
     USEFUL,
-    Intervals,
     ProcessTrace,
     RunTrace,
     break_down,
@@ -23,7 +22,7 @@ from grappe.verbs.measure.verdict import breakdown_table, explained
 from tests.verbs.measure.test_verdict import point
 
 STEP = {"forward": 0.040, "backward": 0.060}
-EVERY = Intervals(evaluation=1000, save=1000)
+EVERY = (1000, 1000)
 RATES = {"fp32": 1e12, "bf16": 1e12}
 LINE = "/home/me/my_task.py:41"
 
@@ -44,9 +43,11 @@ def cost(seconds: float = 0.05, calls: float = 1) -> tuple[LineCost, ...]:
     return (LineCost(line=LINE, calls=calls, seconds=seconds),)
 
 
-def first(one: Measurement, found: RunTrace, *others: Measurement, every: Intervals = EVERY) -> tuple[str, float, str]:
+def first(
+    one: Measurement, found: RunTrace, *others: Measurement, every: tuple[int, int] = EVERY
+) -> tuple[str, float, str]:
     """The part that is named first, its share, and the word that moves it; the sum is checked."""
-    breakdown = break_down(one, found, every)
+    breakdown = break_down(one, found, *every)
     assert tuple(breakdown.parts) == PARTS
     assert min(breakdown.parts.values()) >= -1e-12
     assert sum(breakdown.share(part) for part in PARTS) == pytest.approx(1)
@@ -55,7 +56,7 @@ def first(one: Measurement, found: RunTrace, *others: Measurement, every: Interv
 
 
 def test_nothing_is_lost_and_the_rest_is_useful() -> None:
-    breakdown = break_down(point(STEP), traces(), EVERY)
+    breakdown = break_down(point(STEP), traces(), *EVERY)
     assert breakdown.seconds == pytest.approx(0.1)
     assert breakdown.share(USEFUL) == pytest.approx(0.97)
     assert breakdown.share("host between kernels") == pytest.approx(0.02)
@@ -112,7 +113,7 @@ def test_fp32_where_bf16_is_meant_and_bf16_where_it_is_slow() -> None:
     emulated = dataclasses.replace(traces(flops=0.097e11), reachable={"fp32": 1e12, "bf16": 1e11})
     assert first(point(STEP, plan="precision=bf16"), emulated)[2] == "precision=fp32"
     assert first(point(STEP), fast)[0] == "precision not used"
-    breakdown = break_down(point(STEP), fast, EVERY)
+    breakdown = break_down(point(STEP), fast, *EVERY)
     (remedy,) = [each for each in remedies(breakdown, point(STEP), []) if each.part == "precision not used"]
     assert remedy.at_most
 
@@ -137,7 +138,7 @@ def test_unbalanced_stages_and_a_bubble() -> None:
     assert word.startswith("the stages of process 1 have 1.5 times the mean work: cut elsewhere")
     even = {**STEP, "communication": 0.025}
     balanced = point(even, even, plan="pipeline=2,microbatches=4")
-    breakdown = break_down(balanced, traces(2), EVERY)
+    breakdown = break_down(balanced, traces(2), *EVERY)
     assert breakdown.share("pipeline bubble") == pytest.approx(0.2)
     bubble = next(one for one in remedies(breakdown, balanced, [balanced]) if one.part == "pipeline bubble")
     assert (bubble.word, bubble.gain) == ("microbatches=8", pytest.approx(1 / 9))
@@ -156,7 +157,7 @@ def test_copies_into_messages_are_not_waited_for_and_calls_of_collectives_are_no
     """Of 100 ms after the last gradient 30 are copies; of 100 ms of forward and backward 20 start collectives."""
     waits = {**STEP, "communication": 0.1}
     one = point(waits, waits, plan="shard=2")
-    breakdown = break_down(one, traces(2, messages=0.03, launches=0.02, matrix=0.078), EVERY)
+    breakdown = break_down(one, traces(2, messages=0.03, launches=0.02, matrix=0.078), *EVERY)
     assert breakdown.share("copies for messages") == pytest.approx(0.15)
     assert breakdown.share("exposed communication") == pytest.approx(0.45)
     assert breakdown.share("not explained") == pytest.approx(0)
@@ -168,48 +169,48 @@ def test_stages_and_split_layers_send_no_gradients() -> None:
     huge = traces(2, seen={"largest": ("embed.weight", 95)})
     for plan, word in (("pipeline=2,microbatches=4", "cut where less is sent"), ("tensor=2", "a smaller tensor=")):
         one = point(waits, waits, plan=plan)
-        found = remedies(break_down(one, huge, EVERY), one, [one])
+        found = remedies(break_down(one, huge, *EVERY), one, [one])
         (said,) = [each.word for each in found if each.part == "exposed communication"]
         assert said.startswith(word)
 
 
 def test_of_compiled_units_only_operators_are_divided() -> None:
     one = point(STEP, plan="compile")
-    breakdown = break_down(one, traces(matrix=0.05, flops=0.05e12, host=0.05), EVERY)
+    breakdown = break_down(one, traces(matrix=0.05, flops=0.05e12, host=0.05), *EVERY)
     assert breakdown.share("host between kernels") == 0
     assert breakdown.share("not explained") == pytest.approx(0.5)
     assert "--profile" in next(each.word for each in remedies(breakdown, one, [one]))
 
 
 def test_evaluations_are_named_only_if_they_are_too_frequent() -> None:
-    every = Intervals(evaluation=5, save=1000)
+    every = (5, 1000)
     part, share, word = first(point(STEP), traces(seen={"evaluation": 0.5}), every=every)
     assert (part, share, word) == ("evaluation", pytest.approx(0.5), "--evaluate-every 100")
-    for seconds, each in ((0.13, Intervals(evaluation=24, save=1000)), (0.5, EVERY)):
-        breakdown = break_down(point(STEP), traces(seen={"evaluation": seconds}), each)
+    for seconds, each in ((0.13, (24, 1000)), (0.5, EVERY)):
+        breakdown = break_down(point(STEP), traces(seen={"evaluation": seconds}), *each)
         assert "evaluation" not in [one.part for one in remedies(breakdown, point(STEP), [])]
 
 
 def test_what_the_trace_did_not_see_is_not_explained() -> None:
-    breakdown = break_down(point({"forward": 0.2, "backward": 0.2}), traces(), EVERY)
+    breakdown = break_down(point({"forward": 0.2, "backward": 0.2}), traces(), *EVERY)
     assert breakdown.share("not explained") == pytest.approx(0.75)
     none = RunTrace(processes=(dataclasses.replace(traces().processes[0], operators=None),), reachable=RATES)
-    assert break_down(point(STEP), none, EVERY).share("not explained") == 1
+    assert break_down(point(STEP), none, *EVERY).share("not explained") == 1
 
 
 def test_kernels_that_were_slower_under_the_trace_are_scaled_and_a_process_at_another_pace_divides_alike() -> None:
-    breakdown = break_down(point(STEP), traces(matrix=0.15, elementwise=0.05, flops=0.06e12), EVERY)
+    breakdown = break_down(point(STEP), traces(matrix=0.15, elementwise=0.05, flops=0.06e12), *EVERY)
     assert breakdown.share("memory-bound operators") == pytest.approx(0.25)
     assert breakdown.share(USEFUL) + breakdown.share("small matrices") == pytest.approx(0.75)
     slow = traces(seen={"computing": 0.2}, matrix=0.196, flops=0.05e12, host=0.004)
-    breakdown = break_down(point(STEP), slow, EVERY)
+    breakdown = break_down(point(STEP), slow, *EVERY)
     assert breakdown.share("not explained") == pytest.approx(0)
     assert breakdown.share("host between kernels") == pytest.approx(0.02)
 
 
 def test_table_and_json() -> None:
     one = point({**STEP, "data": 0.3})
-    breakdown = break_down(one, traces(), EVERY)
+    breakdown = break_down(one, traces(), *EVERY)
     explanation = Explanation(plan="", batch=64, breakdown=breakdown, remedies=tuple(remedies(breakdown, one, [one])))
     shown = breakdown_table(breakdown, explanation.remedies, "one process (batch 64)")
     assert shown.row_count == 4  # data, host, useful, and what is too little

@@ -1,6 +1,7 @@
 """grappe measure in real processes: a slow loader, a slow process and a small batch, each planted, each named."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -88,20 +89,16 @@ def test_when_every_plan_fails_the_reason_is_told() -> None:
         measured(Sleeping(), "device=cpu,tensor=2,batchnorm=sync")
 
 
-REQUEST = verb.JobRequest(
-    task="digits",
-    fields=("lr=0.2", "batch_size=16"),
-    plans=("replicate=4", "replicate=8"),
-    options=MeasureOptions(steps=20, repeats=2),
-    job=JobOptions(site="narval", account="def-someone", time="20m"),
-    data=None,
-)
+PLANS = ("replicate=4", "replicate=8")
+JOB = JobOptions(site="narval", account="def-someone", time="20m")
+TWICE = MeasureOptions(steps=20, repeats=2)
+send = functools.partial(verb.send, "digits", job=JOB, fields=("lr=0.2", "batch_size=16"), show=True)
 
 
 @pytest.mark.slow
 def test_a_job_for_each_plan_and_repetition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = list(verb.send(REQUEST, show=True))
+    found = list(send(PLANS, options=TWICE))
     assert len({one.run for one in found}) == 4
     assert all(not one.job for one in found)
     assert "--nodes=1" in found[0].text
@@ -115,12 +112,10 @@ def test_a_job_for_each_plan_and_repetition(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.slow
 def test_weak_scaling_gives_each_process_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    own = dataclasses.replace(REQUEST, options=MeasureOptions(steps=20, repeats=1, weak=True))
-    texts = [one.text for one in verb.send(own, show=True)]
+    options = MeasureOptions(steps=20, repeats=1, weak=True)
+    texts = [one.text for one in send(PLANS, options=options)]
     assert ["batch_size=64" in texts[0], "batch_size=128" in texts[1]] == [True, True]
-    sizes = dataclasses.replace(own.options, batch_size=(8, 32))
-    several = dataclasses.replace(own, options=sizes, plans=("replicate=2",))
-    texts = [one.text for one in verb.send(several, show=True)]
+    texts = [one.text for one in send(["replicate=2"], options=dataclasses.replace(options, batch_size=(8, 32)))]
     assert ["batch_size=16 " in texts[0], "batch_size=64 " in texts[1]] == [True, True]
 
 
@@ -161,7 +156,7 @@ def test_nothing_is_sent_when_one_of_them_is_wrong(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("grappe.verbs.submit.submit._send", lambda script, text: sent.append(text))
     monkeypatch.setattr("grappe.sites.slurm.check_controller", lambda: None)
     with pytest.raises(PlanError):
-        list(verb.send(dataclasses.replace(REQUEST, plans=("replicate=4", "replicat=8"))))
+        list(send(("replicate=4", "replicat=8"), options=TWICE, show=False))
     assert not sent
 
 

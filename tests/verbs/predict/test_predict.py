@@ -221,8 +221,8 @@ def test_a_tensor_without_numbers_is_said() -> None:
         as_json({"score": torch.ones(2, device="meta")})
 
 
-def computed(process: ProcessRank, rendezvous_folder: Path, request: verb.PredictRequest) -> list[Any]:
-    return verb.worker(request, process, rendezvous_folder)
+def computed(process: ProcessRank, rendezvous_folder: Path, work: Any) -> list[Any]:
+    return work(process, rendezvous_folder)
 
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=2,shard=2", "shard=2,zero=2"])
@@ -232,11 +232,9 @@ def test_several_processes_predict_what_one_does(pool: Pool, run: Run, plan: str
     inputs = np.random.default_rng(0).normal(size=(samples, 3, 8, 8)).astype("float32")
     wanted = list(verb.predict(run, inputs, task=Outputs(), data=run.folder))
     parts = Plan.parse(f"{plan},threads=1,device=cpu")
-    request = verb.PredictRequest(
-        run=run.folder, task=TaskReference.of(Outputs(), {}), plan=parts, inputs=inputs, data=run.folder,
-        step=1, trained=False,
-    )  # fmt: skip
-    first, *others = pool.run("tests.verbs.predict.test_predict:computed", parts.processes, request)
+    reference = TaskReference.of(Outputs(), {})
+    work = functools.partial(verb.worker, run, reference, parts, inputs, run.folder, 1, False)
+    first, *others = pool.run("tests.verbs.predict.test_predict:computed", parts.processes, work)
     found = [row for output, count in first for row in rows(output, count, "Outputs")]
     assert torch.equal(torch.stack(found), torch.stack(wanted)) and len(found) == samples
     assert not any(others)
@@ -270,10 +268,8 @@ def test_a_model_in_float64_keeps_each_bit_where_a_plan_says_so(pool: Pool, tmp_
     assert short_run(scores, reference, plan, data, run=pooled).loss == last["loss"]
 
     images = np.random.default_rng(0).normal(size=(3, 3, 8, 8))
-    request = verb.PredictRequest(
-        run=data, task=reference, plan=plan, inputs=images, data=data, step=last["step"], trained=False
-    )
-    [(found, count)] = pool.run("tests.verbs.predict.test_predict:computed", 1, request)[0]
+    work = functools.partial(verb.worker, run, reference, plan, images, data, last["step"], False)
+    [(found, count)] = pool.run("tests.verbs.predict.test_predict:computed", 1, work)[0]
     with torch.no_grad():
         wanted = load(run, task, precision="fp64")(torch.from_numpy(images))
     assert count == 3 and found.dtype == torch.float64 and torch.equal(found, wanted)

@@ -12,7 +12,7 @@ from grappe.cli.commands import app
 from grappe.errors import UsageError
 from grappe.sites import slurm
 from grappe.sites.sbatch import JobOptions
-from grappe.verbs.foresee.training_time import TimeCosts, TimeEstimate
+from grappe.verbs.foresee.training_time import TimeEstimate
 from grappe.verbs.submit import forecast
 from grappe.verbs.submit.submit import Submitted, submit_all
 from tests.verbs.foresee.test_training_time import cost, made, with_evaluations
@@ -94,8 +94,10 @@ def test_a_few_steps_where_the_jobs_nodes_are_of_this_machines_kind() -> None:
 
 
 def test_the_step_that_is_said_is_at_the_slow_end_that_the_limit_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = TimeCosts(step=1.0, evaluation=0.0, save=0.0, start=60.0, spread=0.5)
-    known = TimeEstimate(costs=costs, steps_per_epoch=23, origin="foreseen, at its slow end")
+    known = TimeEstimate(
+        step=1.0, evaluation=0.0, save=0.0, start=60.0, spread=0.5, steps_per_epoch=23,
+        origin="foreseen, at its slow end",
+    )  # fmt: skip
     monkeypatch.setattr(forecast, "_foreseen", lambda *_: known)
     # 2,300 steps of 2 s, a start of 2 minutes and two minutes of examining the node, and a fifth
     note = shown("train digits epochs=100 --plan device=cpu,threads=1", None).time_note

@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from grappe.errors import GrappeError, PlanError, TaskError, UsageError
+from grappe.foresight.devices import Device, device_named, device_reported
+from grappe.launch.mps import CLIENTS
+from grappe.launch.terminal import progress
+from grappe.launch.world import cores
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.sites import find
 from grappe.sites.layout import on_site
@@ -22,7 +26,6 @@ from grappe.training.task_reference import TaskReference
 from grappe.words import count_of, format_bytes, plan_name
 
 if TYPE_CHECKING:
-    from grappe.foresight.devices import Device
     from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.gpu_time import Fabric, StepTime
     from grappe.foresight.search import Foreseen, MemoryBudget
@@ -102,20 +105,6 @@ class PlanTimes(Tabular):
         return needs.states.total if needs.most is None else needs.most
 
 
-def budget_of(site: str) -> MemoryBudget:
-    """Reads the memory of a site's GPU.
-
-    Raises:
-        UsageError: the site is unknown, or its GPU's memory is.
-    """
-    budget = budget_in(find(site))
-    if budget is None:
-        raise UsageError(
-            f"--site={site}: the memory of its GPU is unknown; leave --site out, and compare with your device's memory"
-        )
-    return budget
-
-
 def budget_in(site: Site) -> MemoryBudget | None:
     """Reads the memory of a site's GPU; None: the site does not name it."""
     from grappe.foresight.search import MemoryBudget
@@ -153,11 +142,9 @@ def foresee(
         UsageError: no plan can be foreseen, or the site is not known.
     """
     from grappe.data.datasets import prepare
-    from grappe.foresight.devices import device_reported
     from grappe.foresight.fake_model import FakeModel
     from grappe.foresight.kernels import Kernels
     from grappe.foresight.search import MemoryBudget, candidates, foreseen, in_words, on_each_number
-    from grappe.launch.world import cores
     from grappe.verbs.foresee.measured_step import LocalGpus
 
     place = None if site is None else find(site)
@@ -169,7 +156,11 @@ def foresee(
         return (place is not None or gpus_here is not None) and plan.device != "cpu"
 
     kinds = {on_gpu(plan) for plan in requested}
-    budget = None if site is None or True not in kinds else budget_of(site)
+    budget = None if place is None or True not in kinds else budget_in(place)
+    if budget is None and place is not None and True in kinds:
+        raise UsageError(
+            f"--site={site}: the memory of its GPU is unknown; leave --site out, and compare with your device's memory"
+        )
     if gpus_here is not None and True in kinds:
         budget = MemoryBudget(whose=f"this machine's {gpus_here.name}", size=gpus_here.memory)
     reference = TaskReference.of(task, fields)
@@ -232,7 +223,7 @@ def without_data(fake_model: FakeModel, folder: Path) -> list[str]:
 
     if not fake_model.absent:
         return []
-    shapes = " and ".join(str(list(leaf.shape[1:])) for leaf in tensors_of([fake_model.example()]))
+    shapes = " and ".join(str(list(leaf.shape[1:])) for leaf in tensors_of([fake_model.batches.example]))
     samples = f"{fake_model.samples:,} training samples of {shapes}"
     return [f"the data are not in {folder}: foreseen for {samples}, as the task's fake_data() gives them"]
 
@@ -249,7 +240,6 @@ def with_one_process(plans: Iterable[TimedPlan]) -> TimedPlan | None:
 
 def site_fabric(site: Site) -> Fabric | None:
     """Returns a site's GPUs; None: they have no data sheet here."""
-    from grappe.foresight.devices import device_named
     from grappe.foresight.gpu_time import Fabric
 
     node = site.node
@@ -300,9 +290,6 @@ def _here(
         site: whose cores the plans are for: how fast they are is not known here.
         gpus: of this machine; None: its cores.
     """
-    from grappe.foresight.devices import device_reported
-    from grappe.launch.terminal import progress
-    from grappe.launch.world import cores
     from grappe.verbs.foresee.measured_step import check_runs_here, measured_step
 
     sheet = None if gpus is None else device_reported(gpus.name)
@@ -372,8 +359,6 @@ def gpu_or_not(
         most: processes that may share it, by the cores that there are for each GPU.
     """
     from grappe.foresight.gpu_time import Fabric, gpu_time
-    from grappe.launch.mps import CLIENTS
-    from grappe.launch.world import cores
 
     run_here = [plan for plan in plans if plan.time is not None and plan.time.measured]
     measured, on_cores = (

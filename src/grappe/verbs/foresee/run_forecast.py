@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from grappe.checkpoint.commit import json_hash, read_json, write_json
 from grappe.errors import GrappeError, RunError, TaskError
 from grappe.errors.foreign_text import entries, printable
+from grappe.foresight.devices import device_reported
 from grappe.launch import files
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
@@ -26,7 +27,6 @@ from grappe.verbs.load import data_of
 
 if TYPE_CHECKING:
     from grappe.foresight.gpu_time import Fabric
-
 
 SECONDS = 60  # of computing, for one call, which a machine that is busy does not use up
 WAITING_SECONDS = 600  # for one call, in which a task's code may wait for something
@@ -106,25 +106,16 @@ class ForeseenRun:
     step_why: str = ""
     """The reason why no step is foreseen, in words for several runs."""
 
-    @property
-    def states_error(self) -> float | None:
-        """Computes how far the foreseen states are off, relative to the measured; below 0: foreseen too low."""
-        return _error(self.states, self.states_measured)
-
-    @property
-    def peak_error(self) -> float | None:
-        """Computes how far the foreseen peak is off, with the same sign."""
-        return _error(self.peak, self.peak_measured)
-
-    @property
-    def step_error(self) -> float | None:
-        """Computes how far the foreseen step is off, with the same sign."""
-        return _error(self.step, self.step_measured)
-
     def as_json(self) -> dict[str, Any]:
-        """Returns all of it in JSON's form."""
-        names = ("states_error", "peak_error", "step_error")
-        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in names}}
+        """Returns all of it in JSON's form; and how far what is foreseen is off, relative to the measured.
+
+        Below 0 it is foreseen too low.
+        """
+        content = dataclasses.asdict(self)
+        for name in ("states", "peak", "step"):
+            foreseen, measured = content[name], content[f"{name}_measured"]
+            content[f"{name}_error"] = None if foreseen is None or not measured else foreseen / measured - 1
+        return content
 
 
 def foreseen_run(run: Run, data: Path | None = None) -> ForeseenRun:
@@ -170,7 +161,6 @@ def foreseen_run(run: Run, data: Path | None = None) -> ForeseenRun:
 
 def fabric_of(description: Mapping[str, Any]) -> tuple[Fabric | None, str]:
     """Finds the GPUs of a run by their data sheet; or None, and why there are none."""
-    from grappe.foresight.devices import device_reported
     from grappe.foresight.gpu_time import Fabric
 
     costs = costs_of(description)
@@ -251,7 +241,3 @@ def _traced(
 
 def _bytes(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 60 else None
-
-
-def _error(foreseen: float | None, measured: float | None) -> float | None:
-    return None if foreseen is None or not measured else foreseen / measured - 1

@@ -6,22 +6,21 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grappe.checkpoint.format import list_checkpoints
 from grappe.errors import PlanError, RunError
-from grappe.errors.foreign_text import printable
+from grappe.errors.foreign_text import entries, printable
+from grappe.foresight.devices import device_named, device_reported
 from grappe.plan import Plan
+from grappe.sites.layout import Layout
+from grappe.sites.schema import Site
+from grappe.task import Task
 from grappe.training.options import Options, occasions_left
 from grappe.training.run import SAVED, Run, all_runs
 from grappe.training.task_reference import field_texts, same_task, source_hash
 from grappe.verbs.submit.jobs import submitted
 from grappe.words import processor_name
-
-if TYPE_CHECKING:
-    from grappe.sites.layout import Layout
-    from grappe.sites.schema import Site
-    from grappe.task import Task
 
 MARGIN = 0.2  # for what varies: other users of a file system, of a network, of a node
 MINUTE, HOUR = 60, 3600
@@ -52,8 +51,8 @@ class RemainingTraining:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TimeCosts:
-    """Seconds of each of a training's parts."""
+class TimeEstimate:
+    """Estimated seconds of each of a training's parts."""
 
     step: float
     evaluation: float
@@ -62,16 +61,16 @@ class TimeCosts:
     """From the process's first instruction to the first step."""
     spread: float = 0.0
     """Relative uncertainty: at worst all takes 1 / (1 - spread) times as long."""
+    steps_per_epoch: int
+    origin: str
+    """The source, for the user."""
+    warnings: tuple[str, ...] | None = None
+    """Warnings about the plan, if it was traced."""
 
     def seconds(self, remaining: RemainingTraining) -> float:
         """Computes the seconds of a training, at the pessimistic end."""
-        parts = (
-            self.start,
-            remaining.steps * self.step,
-            remaining.evaluations * self.evaluation,
-            remaining.saves * self.save,
-        )
-        return sum(parts) / (1 - self.spread)
+        repeated = remaining.evaluations * self.evaluation + remaining.saves * self.save
+        return (self.start + remaining.steps * self.step + repeated) / (1 - self.spread)
 
 
 def time_limit(seconds: float, least: int, most: int | None) -> int:
@@ -96,18 +95,6 @@ class RunQuery:
     layout: Layout
     here: bool
     """Whether the job's node is of this machine's kind, as far as is known."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TimeEstimate:
-    """Estimated costs of a training."""
-
-    costs: TimeCosts
-    steps_per_epoch: int
-    origin: str
-    """The source, for the user."""
-    warnings: tuple[str, ...] | None = None
-    """Warnings about the plan, if it was traced."""
 
 
 def earlier_run(query: RunQuery, base: Path, run: Path | None, options: Options) -> TimeEstimate | None:
@@ -140,8 +127,6 @@ def steps_done(run: Path | None) -> int:
 
 def _took_such_steps(query: RunQuery, run: Run, description: Mapping[str, Any]) -> bool:
     """Returns whether a run took the same steps as the query's, on such a device."""
-    from grappe.foresight.devices import device_named, device_reported
-
     if not same_task(query.task, description) or description.get("source") != source_hash(query.task):
         return False
     requested = field_texts(query.task)
@@ -188,12 +173,10 @@ def _measured(run: Run, description: Mapping[str, Any], step: float, options: Op
     saved = occasions_left(first, end, options.saves_every(steps_per_epoch))
     name = printable(run.folder.name, 100)
     return TimeEstimate(
-        costs=TimeCosts(
-            step=each,
-            evaluation=evaluation,
-            save=_total(costs, "checkpoint") / max(1, saved),
-            start=_total(costs, "start"),
-        ),
+        step=each,
+        evaluation=evaluation,
+        save=_total(costs, "checkpoint") / max(1, saved),
+        start=_total(costs, "start"),
         steps_per_epoch=steps_per_epoch,
         origin=f"as measured in the run {name}",
     )
@@ -206,8 +189,7 @@ def _total(costs: Sequence[dict[str, Any]], phase: str) -> float:
 
 def _seconds_of(cost: Mapping[str, Any], which: str) -> dict[str, float]:
     """Reads a process's seconds by phase."""
-    phases = cost["timing"].get(which)
-    read = {name: seconds_from(value) for name, value in phases.items()} if isinstance(phases, dict) else {}
+    read = {name: seconds_from(value) for name, value in entries(cost["timing"].get(which)).items()}
     return {name: value for name, value in read.items() if value is not None}
 
 
@@ -215,10 +197,8 @@ def median_step(description: Mapping[str, Any]) -> float | None:
     """Returns the median seconds of a step, of the slowest process; None: too few steps were measured."""
     medians = []
     for cost in costs_of(description):
-        timing = cost.get("timing")
-        timing = timing if isinstance(timing, Mapping) else {}
-        step, steps = timing.get("step"), timing.get("steps")
-        median = seconds_from(step.get("median")) if isinstance(step, Mapping) else None
+        timing = entries(cost.get("timing"))
+        steps, median = timing.get("steps"), seconds_from(entries(timing.get("step")).get("median"))
         if median is None or not isinstance(steps, int) or steps < LEAST_STEPS:
             return None
         medians.append(median)

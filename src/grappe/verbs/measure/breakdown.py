@@ -1,7 +1,4 @@
-"""Time breakdown: splits a step's time into parts that add up to all of it; the last is useful computing.
-
-Remedies: for each part, the plan's word or the line of code that moves it, and its gain.
-"""
+"""Splits a step's time into parts that add up to all of it; for each the remedy that moves it, and its gain."""
 
 from __future__ import annotations
 
@@ -78,14 +75,6 @@ class RunTrace:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Intervals:
-    """Steps between evaluations, and between saves."""
-
-    evaluation: int
-    save: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeBreakdown:
     """The parts of a step's time under one plan; evaluations and saves are spread over the steps between them."""
 
@@ -95,7 +84,8 @@ class TimeBreakdown:
     """Seconds by part, all of PARTS; their sum is `seconds`."""
     precision: str
     """The precision in which matrix products are quickest on this device."""
-    intervals: Intervals
+    evaluate_every: int
+    save_every: int
     trace: RunTrace
 
     def share(self, part: str) -> float:
@@ -103,7 +93,7 @@ class TimeBreakdown:
         return self.parts[part] / self.seconds
 
 
-def break_down(point: Measurement, trace: RunTrace, intervals: Intervals) -> TimeBreakdown:
+def break_down(point: Measurement, trace: RunTrace, evaluate_every: int, save_every: int) -> TimeBreakdown:
     """Splits the time of a measured plan.
 
     Shares come from steps that nothing traced; the trace says only how forward and backward divide.
@@ -116,8 +106,8 @@ def break_down(point: Measurement, trace: RunTrace, intervals: Intervals) -> Tim
         counted = [process for process in timed.processes if process is not slow]
     phases = {name: statistics.fmean(process.phases[name] for process in counted) for name in counted[0].phases}
     parts = dict.fromkeys(PARTS, 0.0)
-    parts["evaluation"] = max(seen.evaluation for seen in trace.processes) / intervals.evaluation
-    parts["checkpoints"] = max(seen.checkpoint for seen in trace.processes) / intervals.save
+    parts["evaluation"] = max(seen.evaluation for seen in trace.processes) / evaluate_every
+    parts["checkpoints"] = max(seen.checkpoint for seen in trace.processes) / save_every
     parts["watching"], parts["update"] = phases["watching"], phases["update"]
     parts["waiting for data"], parts["transfers"] = phases["data"], phases["transfer"]
     parts |= _waits(timed, counted, phases["communication"], plan)
@@ -149,7 +139,8 @@ def break_down(point: Measurement, trace: RunTrace, intervals: Intervals) -> Tim
         seconds=sum(parts.values()),
         parts=parts,
         precision=precision,
-        intervals=intervals,
+        evaluate_every=evaluate_every,
+        save_every=save_every,
         trace=trace,
     )
 
@@ -250,10 +241,9 @@ def remedies(breakdown: TimeBreakdown, point: Measurement, points: Sequence[Meas
         points: all measurements; one may have a larger batch.
     """
     remedies = []
-    intervals = breakdown.intervals
     for part, interval, option in (
-        ("evaluation", intervals.evaluation, "--evaluate-every"),
-        ("checkpoints", intervals.save, "--save-every"),
+        ("evaluation", breakdown.evaluate_every, "--evaluate-every"),
+        ("checkpoints", breakdown.save_every, "--save-every"),
     ):  # so rare that they take ENOUGH of the time
         seconds, share = breakdown.parts[part], breakdown.share(part)
         if share >= WORTH:

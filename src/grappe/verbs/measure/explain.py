@@ -29,15 +29,7 @@ from grappe.training.short_run import short_training
 from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import ClockWatcher, Outcome, Record
 from grappe.verbs.measure import flops
-from grappe.verbs.measure.breakdown import (
-    Intervals,
-    ProcessTrace,
-    Remedy,
-    RunTrace,
-    TimeBreakdown,
-    break_down,
-    remedies,
-)
+from grappe.verbs.measure.breakdown import ProcessTrace, Remedy, RunTrace, TimeBreakdown, break_down, remedies
 from grappe.verbs.measure.points import Measurement, MeasureOptions
 from grappe.words import first_line, plan_name
 
@@ -70,8 +62,8 @@ class Explanation:
             "seconds": breakdown.seconds,
             "parts": {part: breakdown.share(part) for part in breakdown.parts},
             "remedies": [{**dataclasses.asdict(remedy), "gain": remedy.gain} for remedy in self.remedies],
-            "evaluate_every": breakdown.intervals.evaluation,
-            "save_every": breakdown.intervals.save,
+            "evaluate_every": breakdown.evaluate_every,
+            "save_every": breakdown.save_every,
             "reachable": dict(breakdown.trace.reachable),
             "operators": [
                 None if process.operators is None else dataclasses.asdict(process.operators)
@@ -117,8 +109,7 @@ def explain(
                 explanations.append(Explanation(plan=point.plan, batch=point.batch, failure=first_line(error)))
                 continue
             epoch = trace.processes[0].steps_per_epoch
-            intervals = Intervals(evaluation=options.evaluate_every or epoch, save=options.save_every or epoch)
-            breakdown = break_down(point, trace, intervals)
+            breakdown = break_down(point, trace, options.evaluate_every or epoch, options.save_every or epoch)
             helpful = tuple(remedies(breakdown, point, points))
             explanations.append(Explanation(plan=point.plan, batch=point.batch, breakdown=breakdown, remedies=helpful))
     return explanations

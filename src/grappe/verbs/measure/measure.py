@@ -1,8 +1,4 @@
-"""grappe measure: measures plans and how they scale, in new processes, by turns; finds the largest batch that fits.
-
-With --site it measures in Slurm jobs, one training each, and gathers the results afterwards. The largest batch is found
-by doubling until memory is exhausted, then by bisection.
-"""
+"""grappe measure: measures plans and how they scale, here by turns or in Slurm jobs; finds the largest batch."""
 
 from __future__ import annotations
 
@@ -147,11 +143,7 @@ def _measured(
     note: Callable[[str], None],
     begun: Callable[[str], None],
 ) -> list[Measurement]:
-    """Measures a point for each entry of `grid`, by turns; batch 0 is the task's own batch size, or the script's.
-
-    Args:
-        train: trains once: train(plan, batch, turn, run).
-    """
+    """Measures a point for each entry of `grid`, by turns of train(plan, batch, turn, run); batch 0: the task's own."""
     runs: list[list[Measurement]] = [[] for _ in grid]
     failures = [""] * len(grid)
     for turn in range(repeats):
@@ -269,50 +261,41 @@ def point_of_run(run: Run) -> Measurement:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JobRequest:
-    """The input of a measurement in Slurm jobs on a site."""
-
-    task: str
-    fields: tuple[str, ...]
-    plans: tuple[str, ...]
-    options: MeasureOptions
-    job: JobOptions
-    data: str | None
-
-
-def send(request: JobRequest, *, show: bool = False) -> Iterator[Submitted]:
-    """Submits a job for each point and repetition; with `show`, only renders the scripts.
+def send(
+    task: str,
+    plans: Sequence[str],
+    *,
+    options: MeasureOptions,
+    job: JobOptions,
+    fields: Sequence[str] = (),
+    data: Path | None = None,
+    show: bool = False,
+) -> Iterator[Submitted]:
+    """Submits a job of a site for each point and repetition; with `show`, only renders the scripts.
 
     Raises:
         GrappeError: the request is wrong, or sbatch rejects a job.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    points = [
-        (text, batch)
-        for _ in range(request.options.repeats)
-        for batch in request.options.batch_size or (0,)
-        for text in request.plans
-    ]
+    points = itertools.product(range(options.repeats), options.batch_size or (0,), plans)
+    steps = options.steps + WARMUP
     submissions = []
-    for place, (text, batch) in enumerate(points, 1):
-        fields = request.fields
-        if batch or request.options.weak:
-            total = batch or finder.make(finder.find(request.task), split(fields)).batch_size
-            total *= Plan.parse(text).data_parallel if request.options.weak else 1
-            others = [field for field in fields if not field.startswith("batch_size=")]
-            fields = (*others, f"batch_size={total}")
-        options = Options(steps_only=True, steps=request.options.steps + WARMUP)
+    for place, (_, batch, text) in enumerate(points, 1):
+        words = tuple(fields)
+        if batch or options.weak:
+            total = batch or finder.make(finder.find(task), split(fields)).batch_size
+            total *= Plan.parse(text).data_parallel if options.weak else 1
+            words = (*(field for field in fields if not field.startswith("batch_size=")), f"batch_size={total}")
         submissions.append(
             Submission(
-                task=request.task,
-                arguments=(request.task, *fields, "--steps-only", "--steps", str(options.steps)),
+                task=task,
+                arguments=(task, *words, "--steps-only", "--steps", str(steps)),
                 plans=(text,),
-                fields=fields,
-                run=request.job.runs / f"measure-{stamp}-{place}",
-                data=request.data,
-                options=options,
-                job=dataclasses.replace(request.job, restarts=0),
+                fields=words,
+                run=job.runs / f"measure-{stamp}-{place}",
+                data=None if data is None else str(data),
+                options=Options(steps_only=True, steps=steps),
+                job=dataclasses.replace(job, restarts=0),
             )
         )
     yield from submit_all(submissions, show=show)
@@ -396,7 +379,7 @@ def largest_batches(
     fields: Mapping[str, object] | None = None,
     limit: int | None = None,
 ) -> Iterator[Largest]:
-    """Finds the largest batch of each plan, by trying batch sizes.
+    """Finds the largest batch of each plan: by doubling until memory is exhausted, then by bisection.
 
     Args:
         limit: bytes of data that each process may have; None: on a CPU its share of the free memory, so that

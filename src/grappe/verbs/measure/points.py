@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grappe.errors import UsageError
@@ -139,11 +139,10 @@ class Measurement:
 
     def share(self, *phases: str) -> float:
         """Computes the share of a step that `phases` take, over all processes."""
-        return self._median(
-            lambda trial: (
-                sum(process.phases[name] for process in trial.processes for name in phases)
-                / sum(sum(process.phases.values()) for process in trial.processes)
-            )
+        return statistics.median(
+            sum(process.phases[name] for process in trial.processes for name in phases)
+            / sum(sum(process.phases.values()) for process in trial.processes)
+            for trial in self.trials
         )
 
     def cost(self, *phases: str) -> float:
@@ -163,7 +162,7 @@ class Measurement:
     @property
     def imbalance(self) -> float:
         """Computes the process-seconds per sample in which processes wait because another has more work."""
-        return self._median(lambda trial: _waited(trial) / self.batch)
+        return statistics.median(_waited(trial) / self.batch for trial in self.trials)
 
     def slowest(self) -> tuple[ProcessTimes, float, str]:
         """Finds the process with the most work, its extra seconds per step, and the phase that has most of them."""
@@ -181,9 +180,6 @@ class Measurement:
     def middle(self) -> TimedRun:
         """Returns the trial with the median step."""
         return sorted(self.trials, key=lambda trial: trial.step)[len(self.trials) // 2]
-
-    def _median(self, value: Callable[[TimedRun], float]) -> float:
-        return statistics.median(value(trial) for trial in self.trials)
 
 
 def _waited(trial: TimedRun) -> float:

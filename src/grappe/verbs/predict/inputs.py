@@ -304,11 +304,7 @@ def _in_order(row: dict[str, Any], columns: Sequence[str], place: str) -> list[A
 
 
 def _csv_reader(task: Task, columns: Sequence[str]) -> ReadLine:
-    """Returns a reader of a CSV file whose first line names its columns; the task need not read all of them.
-
-    Raises:
-        DataError: the task's data name no columns.
-    """
+    """Returns a reader of a CSV file whose first line names its columns; the task need not read all of them."""
     if not columns:
         raise DataError(
             f"{type(task).__name__}'s data have no names of columns, by which a .csv file is read: give "
@@ -354,7 +350,8 @@ def line_batches(
                 continue
             leaves: list[np.ndarray] = []
             _collect(value, example, place, leaves)
-            if waiting and (len(waiting) == BATCH or _shapes(leaves) != _shapes(waiting[0])):
+            other = waiting and [leaf.shape for leaf in leaves] != [leaf.shape for leaf in waiting[0]]
+            if waiting and (len(waiting) == BATCH or other):
                 yield _stacked(waiting, example), len(waiting)
                 waiting = []
             waiting.append(leaves)
@@ -423,10 +420,6 @@ def _array(value: Any, example: Tensor, place: str) -> np.ndarray:
     if array.ndim != example.dim() - 1:
         raise DataError(f"{place}: it is {list(array.shape)}, and the model takes {list(example.shape[1:])}")
     return array
-
-
-def _shapes(leaves: list[np.ndarray]) -> list[tuple[int, ...]]:
-    return [leaf.shape for leaf in leaves]
 
 
 def _stacked(samples: list[list[np.ndarray]], example: Any) -> Any:

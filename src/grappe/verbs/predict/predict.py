@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import itertools
 import math
 import tempfile
@@ -30,6 +30,7 @@ from grappe.private_api.torch import tree_leaves, tree_map
 from grappe.step.precision import autocast, set_gpu_arithmetic
 from grappe.task import Task
 from grappe.training.run import Run
+from grappe.training.short_run import CALLED
 from grappe.training.task_reference import TaskReference, resolve_task
 from grappe.verbs.load import choose, data_of, load
 from grappe.verbs.predict.inputs import STDIN, source_of
@@ -87,11 +88,8 @@ def predict(
             )
         _, chosen = choose(run, checkpoint)
         taken(chosen.folder.name)
-        request = PredictRequest(
-            run=run.folder, task=reference, plan=plan, inputs=inputs, data=data_of(run, data),
-            step=chosen.step, trained=trained,
-        )  # fmt: skip
-        for output, count in start("grappe.verbs.predict.predict:worker", request, plan, run=run.folder):
+        work = functools.partial(worker, run, reference, plan, inputs, data_of(run, data), chosen.step, trained)
+        for output, count in start(CALLED, work, plan, run=run.folder):
             yield from rows(output, count, type(made).__name__)
         return
     model = load(run, made, checkpoint=checkpoint, trained=trained)
@@ -110,34 +108,33 @@ def predict(
         done += count
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PredictRequest:
-    """The input of the processes of a prediction under a plan."""
+def worker(
+    run: Run,
+    reference: TaskReference,
+    plan: Plan,
+    inputs: Any,
+    data: Path,
+    step: int,
+    trained: bool,
+    process: ProcessRank,
+    rendezvous_folder: Path,
+) -> list[tuple[Any, int]]:
+    """Runs one process of a prediction; process 0 returns each batch's output and size, in order. Collective.
 
-    run: Path
-    task: TaskReference
-    plan: Plan
-    inputs: Any
-    data: Path
-    step: int
-    """Step of the verified checkpoint."""
-    trained: bool
-
-
-def worker(request: PredictRequest, process: ProcessRank, rendezvous_folder: Path) -> list[tuple[Any, int]]:
-    """Runs one process of a prediction; process 0 returns each batch's output and size, in order. Collective."""
+    Args:
+        step: of the verified checkpoint.
+    """
     from grappe.parallel.parallelize import parallelize
 
-    run, plan = Run(request.run), request.plan
     with joined(plan, process, rendezvous_folder) as world:
         set_gpu_arithmetic(plan.precision)
-        task = request.task.resolve()
-        checkpoint = Checkpoint(folder=step_folder(run.checkpoints, request.step), step=request.step)
-        weights = checkpoint.read_model(averaged=not request.trained)
+        task = reference.resolve()
+        checkpoint = Checkpoint(folder=step_folder(run.checkpoints, step), step=step)
+        weights = checkpoint.read_model(averaged=not trained)
         units = run.read_description().get("start", {}).get("units", ())
         with naming_user_line(task):
             model = parallelize(task, plan, world, weights, blocks=units).eval()
-            batches = source_of(request.inputs, stored_in(plan))(task, lambda: request.data)
+            batches = source_of(inputs, stored_in(plan))(task, lambda: data)
         outputs: list[tuple[Any, int]] = []
         done = 0
         while group := list(itertools.islice(batches, world.data_size)):
@@ -197,11 +194,7 @@ def _output(
 
 
 def _plain_tensor(value: Any) -> Any:
-    """Returns the numbers of a quantized tensor, and anything else as it is.
-
-    Raises:
-        TaskError: the tensor is nested or sparse.
-    """
+    """Returns the numbers of a quantized tensor, and anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.is_nested or value.layout != torch.strided:
@@ -312,7 +305,14 @@ def save(file: Path, predictions: Iterable[Any]) -> None:
         with contextlib.ExitStack() as stack:
             columns = {name: _Column(stack.enter_context(part.open("wb"))) for name, part in parts.items()}
             for row in itertools.chain([first], remaining):
-                _write(row, columns, file)
+                try:
+                    for name, column in columns.items():
+                        column.append(row[name] if name else row)
+                except (TypeError, ValueError, RuntimeError, KeyError) as error:
+                    raise UsageError(
+                        f"--out {file}: predictions of several forms or shapes make no array ({error}): leave --out "
+                        "away, and keep the lines of JSON"
+                    ) from error
             for column in columns.values():
                 column.finish()
         made = parts.get("")
@@ -360,14 +360,3 @@ class _Column:
         # The header's length is the same for any number of rows: NumPy leaves room for their digits.
         header = {"descr": kind.str, "fortran_order": False, "shape": (self._rows, *shape)}
         np.lib.format.write_array_header_1_0(self._stream, header)
-
-
-def _write(row: Any, columns: dict[str, _Column], file: Path) -> None:
-    try:
-        for name, column in columns.items():
-            column.append(row[name] if name else row)
-    except (TypeError, ValueError, RuntimeError, KeyError) as error:
-        raise UsageError(
-            f"--out {file}: predictions of several forms or shapes make no array ({error}): leave --out away, and "
-            "keep the lines of JSON"
-        ) from error

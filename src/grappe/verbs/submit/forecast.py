@@ -342,9 +342,9 @@ def with_time(submission: Submission) -> tuple[Submission, str, tuple[str, ...] 
         steps_per_epoch=estimate.steps_per_epoch,
     )
     made = (job.env or site.job.environment) in MADE_ON_NODES
-    needed = estimate.costs.seconds(remaining) + (MADE_SECONDS if made else HERE_SECONDS)
+    needed = estimate.seconds(remaining) + (MADE_SECONDS if made else HERE_SECONDS)
     limit = training_time.time_limit(needed, least, longest(resources, site, job))
-    slow = estimate.costs.step / (1 - estimate.costs.spread)
+    slow = estimate.step / (1 - estimate.spread)
     text = (
         f"time limit {clock(limit)}: {remaining.steps:,} steps of {format_seconds(slow)} and "
         f"{count_of(remaining.evaluations, 'evaluation')}, {estimate.origin}, with start-up"
@@ -394,13 +394,11 @@ def _foreseen(submission: Submission, query: training_time.RunQuery) -> training
         seconds, spread = step.total, step.spread
         origin = "as measured on this machine, at the slow end, if the job's cores are as fast as these"
     return training_time.TimeEstimate(
-        costs=training_time.TimeCosts(
-            step=seconds,
-            evaluation=OF_A_STEP * seconds * trace["evaluated"],
-            save=trace["saved"] / WRITTEN,
-            start=START_SECONDS,
-            spread=spread,
-        ),
+        step=seconds,
+        evaluation=OF_A_STEP * seconds * trace["evaluated"],
+        save=trace["saved"] / WRITTEN,
+        start=START_SECONDS,
+        spread=spread,
         steps_per_epoch=trace["steps_per_epoch"],
         origin=origin,
         warnings=tuple(trace["warnings"]),

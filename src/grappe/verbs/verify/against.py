@@ -44,16 +44,7 @@ from grappe.training.request import data_folder
 from grappe.training.short_run import CALLED
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.launch.launch import run_as_main
-from grappe.verbs.verify.ported import (
-    Pairs,
-    dropout_rates,
-    inputs_of,
-    listed,
-    paired,
-    statistics_of,
-    tensors_of,
-    unseen_samples,
-)
+from grappe.verbs.verify import ported
 from grappe.verbs.verify.trained_by_hand import gap
 
 STEPS = 8
@@ -196,14 +187,12 @@ class Comparison(StepHandler):
         self._rates: dict[str, float] = {}
         self._rounding: set[str] = set()
         """Tensors whose gradient is only rounding, as of a bias before batch normalisation: rules scale it up."""
-        self._parameters: Pairs = {}
-        self._buffers: Pairs = {}
+        self._parameters: ported.Pairs = {}
+        self._buffers: ported.Pairs = {}
         self.step = 0
         self.notes: list[str] = []
         self.largest = 0.0
         self.agreement: Agreement | None = None
-
-    # ---- What the script does ------------------------------------------------------------------------------
 
     def registered(self, *_: Any) -> None:
         """Notes the random state before the script's first parameter is drawn."""
@@ -229,8 +218,6 @@ class Comparison(StepHandler):
             self._optimizers.append(optimizer)
             optimizer.register_step_pre_hook(lambda *_: self._before(optimizer))
             optimizer.register_step_post_hook(lambda *_: self._after())
-
-    # ---- Before the script's step --------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _tasks_own(self) -> Iterator[None]:
@@ -269,20 +256,22 @@ class Comparison(StepHandler):
 
     def _begin(self) -> None:
         """Makes the task's model with the script's weights, once it is known that both have the same tensors."""
-        self._script = tensors_of(*self._optimizers)
+        self._script = ported.tensors_of(*self._optimizers)
         first = self._backwards[0]
         with drawing_from(self._first_random or first.random):
             self._model = model_of(self._task)
         device = next(iter(self._script.parameters.values())).device
         self._model.to(device).train()
         own = dict(self._model.named_parameters())
-        self._parameters, left = paired(own, self._script.parameters, {})
+        self._parameters, left = ported.paired(own, self._script.parameters, {})
         unpaired = {name: own[name] for name in own if name not in self._parameters}
         if unpaired or left:
-            self._differ(f"parameters: {listed('the task has', unpaired)}; {listed('the script has', left)}")
+            self._differ(
+                f"parameters: {ported.listed('the task has', unpaired)}; {ported.listed('the script has', left)}"
+            )
         for name, tensors in self._parameters.items():
             self._compare_first(name, *tensors)
-        self._buffers, _ = paired(dict(self._model.named_buffers()), self._script.buffers, self._first_buffers)
+        self._buffers, _ = ported.paired(dict(self._model.named_buffers()), self._script.buffers, self._first_buffers)
         with torch.no_grad():
             for script, tensor in (*self._parameters.values(), *self._buffers.values()):
                 tensor.copy_(self._first_buffers.get(id(script), script))
@@ -313,10 +302,10 @@ class Comparison(StepHandler):
             self._differ(f"batch size: {sum(rows)} samples a step in the script, {self._task.batch_size} in the task")
         if len(rows) > 1:
             self.notes.append(f"the script adds up {len(rows)} batches a step: as microbatches={len(rows)} does")
-        inputs = inputs_of(first.batch)
-        unseen, statistics = unseen_samples(self._task, self._dataset, inputs)
+        inputs = ported.inputs_of(first.batch)
+        unseen, statistics = ported.unseen_samples(self._task, self._dataset, inputs)
         if unseen:
-            script = statistics_of(inputs)
+            script = ported.statistics_of(inputs)
             if script.shape != statistics.shape:
                 self._differ(
                     f"data: a sample is {list(script.shape)} in the script, {list(statistics.shape)} in the task"
@@ -400,7 +389,7 @@ class Comparison(StepHandler):
             self._augments = True
             if _close(without, each.loss):
                 return "augmentation: without the task's augment() it is the same"
-        rates = [dropout_rates(models) for models in (self._script.modules, [self._model])]
+        rates = [ported.dropout_rates(models) for models in (self._script.modules, [self._model])]
         if all(rates) and rates[0] != rates[1]:
             return f"model: dropout of {rates[0]} in the script, of {rates[1]} in the task"
         root = self._script.root
@@ -486,8 +475,6 @@ class Comparison(StepHandler):
 
     def _clip(self) -> str:
         return "not" if self._task.clip is None else f"to the norm {self._task.clip:g}"
-
-    # ---- After it ------------------------------------------------------------------------------------------
 
     def _after(self) -> None:
         if not self._began or self._waiting:

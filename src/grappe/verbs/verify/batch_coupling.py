@@ -153,11 +153,7 @@ def _calls(model: nn.Module, call: ModelCall, inputs: Any) -> dict[str, Call]:
 
 
 def _batch_dims(full: Call | None, half: Call | None, rows: int) -> Dims | None:
-    """Finds the batch dimension of each argument of a call with `rows` samples and with half as many.
-
-    Returns:
-        None: there is none, or an argument of another shape without any.
-    """
+    """Finds the batch dimensions of a call's arguments; None: there is none, or another shape without any."""
     leaves, others = tree_leaves(full), tree_leaves(half)
     if full is None or half is None or len(leaves) != len(others):
         return None

@@ -22,9 +22,6 @@ CLOSE = 1e-5
 SEARCH_SECONDS = 30.0
 
 
-# ---- The script's model ------------------------------------------------------------------------------------
-
-
 class ScriptTensors(NamedTuple):
     """The tensors of the modules that an optimizer trains, by name."""
 
@@ -95,9 +92,6 @@ def listed(who: str, tensors: Mapping[str, Tensor]) -> str:
     shown = [f"{name} {list(tensor.shape)}" for name, tensor in list(tensors.items())[:5]]
     more = f" and {len(tensors) - 5} more" if len(tensors) > 5 else ""
     return f"{who} {', '.join(shown)}{more} alone" if shown else f"{who} no others"
-
-
-# ---- Samples -----------------------------------------------------------------------------------------------
 
 
 class SampleStatistics(NamedTuple):

@@ -408,12 +408,8 @@ def read(file: Path) -> Recorded:
             results, noise, calls, call_noise = (
                 np.asarray(opened.get_tensor(name), np.float64) for name in ("results", "noise", "calls", "call_noise")
             )
-        shapes = (
-            (len(header.keys), WIDTH + 1),
-            (len(header.keys),),
-            (len(header.calls), WIDTH + 1),
-            (len(header.calls),),
-        )
+        keys, count = len(header.keys), len(header.calls)
+        shapes = (keys, WIDTH + 1), (keys,), (count, WIDTH + 1), (count,)
         if header.form != FORM or (results.shape, noise.shape, calls.shape, call_noise.shape) != shapes:
             raise ValueError("it is of another version, or damaged")
     except (OSError, KeyError, ValueError, TypeError, SafetensorError, msgspec.MsgspecError) as error:

@@ -1,7 +1,4 @@
-"""Runs the references and trials that a verdict needs, each reference only once, and compares them.
-
-Each difference is compared with the difference that rounding alone makes.
-"""
+"""Runs the references and trials that a verdict needs; compares their differences with those of rounding alone."""
 
 from __future__ import annotations
 
@@ -15,18 +12,9 @@ from typing import Any
 from grappe.plan import Plan
 from grappe.training.short_run import StartProcesses, TaskProcess, short_run
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.verify import trained_by_plan
+from grappe.verbs.verify import trained_by_hand, trained_by_plan
 from grappe.verbs.verify.instrument import Instrumentation
-from grappe.verbs.verify.trained_by_hand import (
-    LOSS,
-    NORM,
-    Reference,
-    ReferenceRequest,
-    TrialStep,
-    load,
-    relative,
-    trained,
-)
+from grappe.verbs.verify.trained_by_hand import LOSS, NORM, Reference, ReferenceRequest, TrialStep, relative
 from grappe.words import plan_name
 
 BOUND = 0.02
@@ -98,7 +86,7 @@ class TrialRunner:
             folder.mkdir()
             self.note(words)
             self._requests[folder] = request = dataclasses.replace(request, folder=folder)
-            self._references[key] = self._run(functools.partial(trained, request), request.process)
+            self._references[key] = self._run(functools.partial(trained_by_hand.trained, request), request.process)
         return self._references[key]
 
     def compare(
@@ -123,14 +111,12 @@ class TrialRunner:
         """Runs the plan's steps and compares them with a reference's, and functions of parts with those of wholes."""
         beside = ", each operator beside the whole's" if whole_too else ""
         self.note(f"{_titled(plan_name(plan), instrumentation)}{beside}")
-        trial = functools.partial(
-            trained_by_plan.trial, instrumentation, self.steps, reference.folder, bool(reference.draws), whole_too
-        )
-        return self._run(trial, plan)
+        arguments = (instrumentation, self.steps, reference.folder, bool(reference.draws), whole_too)
+        return self._run(functools.partial(trained_by_plan.trial, *arguments), plan)
 
     def samples(self, plan: Plan, instrumentation: Instrumentation) -> tuple[Any, ...]:
         """Returns a trial's samples, each loaded once."""
-        return self._run(functools.partial(load, instrumentation), Plan(device=plan.device))
+        return self._run(functools.partial(trained_by_hand.load, instrumentation), Plan(device=plan.device))
 
 
 SWITCH_NAMES = {

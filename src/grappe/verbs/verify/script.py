@@ -134,9 +134,6 @@ def judged(plain: ScriptTrial, moved: ScriptTrial, several: ScriptTrial) -> Agre
     return Agreement(step=several.steps, tensors=len(names), largest=largest, difference=difference, notes=notes)
 
 
-# ---- In each process ----
-
-
 def run_trial(
     request: ScriptRequest, recorder: _StepRecorder, process: ProcessRank, rendezvous_folder: Path
 ) -> ScriptTrial:

@@ -202,17 +202,15 @@ class ReferenceBatches:
             cuttable = len(expected) == len(leaves) and all(
                 isinstance(b, Tensor) and torch.equal(a, b) for a, b in zip(expected, leaves, strict=True)
             )
-        if cuttable:
-            take: Take = functools.partial(_taken, (inputs, targets))
-        else:  # a graph's nodes, a list of boxes: only the samples can be put into another order
-            take = lambda places: augmented(collate(places), places)  # noqa: E731
+        # Of a graph's nodes or a list of boxes only the samples can be put into another order.
+        cut_rows = functools.partial(_taken, (inputs, targets))
         return PieceRows(
             piece=piece,
             place=BatchRows(first, len(ids), len(everyone)),
             sample_ids=SampleIds(self._task.seed, epoch, ids),
             inputs=inputs,
             targets=targets,
-            take=take,
+            take=cut_rows if cuttable else lambda places: augmented(collate(places), places),
             cuttable=cuttable,
         )
 
@@ -433,43 +431,43 @@ def _joined(full: Any, *parts: Any) -> Any:
     return torch.cat(rows)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoundingTrial:
-    """The same training with the rows of each batch in other orders, without random draws, which belong to rows.
+def rounding_noise(
+    number: int,
+    batch: ReferenceBatch,
+    drawn: tuple[float, float, dict[str, Tensor]],
+    base: ReferenceModel | None,
+    others: Sequence[tuple[Rounding, ReferenceModel]],
+    *,
+    off: bool,
+    independent_rows: bool,
+) -> dict[str, float]:
+    """Computes the largest relative differences of LOSS, NORM and each tensor, if a step is rounded otherwise.
 
-    Rows move in pairs, since a task may mix pairs. If the model does not couple rows, they run through it in
-    parts, else the gradients of partial sums of losses are added: some differences (of a bias whose gradient is
-    only rounding, which Adam divides by its own size) appear only then. The loss gets all rows at once.
+    Rows move in pairs, since a task may mix pairs, and without random draws, which belong to rows. If the model does
+    not couple rows, they run through it in parts, else the gradients of partial sums of losses are added: some
+    differences (of a bias whose gradient is only rounding, which Adam divides by its own size) appear only then. The
+    loss gets all rows at once.
+
+    Args:
+        drawn: the step's loss, norm and weights.
+        base: takes the steps without random draws; None: the training has none.
+        others: the ways in which it is rounded otherwise, each with a model of its own.
+        off: whether draws are switched off in the training itself.
     """
-
-    base: ReferenceModel | None
-    """Takes the steps without random draws; None: the training has none."""
-    others: Sequence[tuple[Rounding, ReferenceModel]]
-    """The ways in which it is rounded otherwise, each with a model of its own."""
-    off: bool
-    """Whether draws are switched off in the training itself."""
-    independent_rows: bool
-
-    def step(
-        self, number: int, batch: ReferenceBatch, model: ReferenceModel, result: tuple[float, float]
-    ) -> dict[str, float]:
-        """Computes the largest relative differences of LOSS, NORM and each tensor, over the other models."""
-        with RandomOps(off=True):
-            undrawn = result if self.base is None else self.base.step(number, batch)
-        drawn = (*result, model.weights())
-        reordered = (*undrawn, drawn[2] if self.base is None else self.base.weights())
-        noise: dict[str, float] = {}
-        for rounding, other in self.others:
-            # Rows that stay in their places have the training's own draws: what these put to 0 may decide a tie.
-            stays = rounding.reorder is None
-            expected_loss, expected_norm, expected = drawn if stays else reordered
-            cut = {"parts": rounding.parts} if self.independent_rows else {"sums": rounding.sums}
-            with RandomOps(off=True) if self.off or not stays else contextlib.nullcontext():
-                loss, norm = other.step(number, batch.reordered(rounding.reorder), **cut)
-            apart = {name: gap(expected[name], tensor) for name, tensor in other.weights().items()}
-            apart |= {LOSS: relative(expected_loss, loss), NORM: relative(expected_norm, norm)}
-            noise = {name: max(value, noise.get(name, 0.0)) for name, value in apart.items()}
-        return noise
+    with RandomOps(off=True):
+        reordered = drawn if base is None else (*base.step(number, batch), base.weights())
+    noise: dict[str, float] = {}
+    for rounding, other in others:
+        # Rows that stay in their places have the training's own draws: what these put to 0 may decide a tie.
+        stays = rounding.reorder is None
+        expected_loss, expected_norm, expected = drawn if stays else reordered
+        cut = {"parts": rounding.parts} if independent_rows else {"sums": rounding.sums}
+        with RandomOps(off=True) if off or not stays else contextlib.nullcontext():
+            loss, norm = other.step(number, batch.reordered(rounding.reorder), **cut)
+        apart = {name: gap(expected[name], tensor) for name, tensor in other.weights().items()}
+        apart |= {LOSS: relative(expected_loss, loss), NORM: relative(expected_norm, norm)}
+        noise = {name: max(value, noise.get(name, 0.0)) for name, value in apart.items()}
+    return noise
 
 
 LOSS, NORM = "the loss", "the gradient's norm"
@@ -624,28 +622,23 @@ def trained(request: ReferenceRequest, process: TaskProcess) -> Reference:
         model.recorder = RandomOps(off=off)
     roundings += [Rounding(channels_last=True)] if request.plan.channels_last else []
     roundings += PERTURBED if request.perturbed else ()
-    trial = (
-        None
-        if request.recorded
-        else RoundingTrial(
-            base=new_model() if random_ops.seen else None,
-            others=[(rounding, new_model(rounding)) for rounding in roundings],
-            off=off,
-            # Parts are further forwards, which would change them further.
-            independent_rows=coupling.independent_rows and rows.cuttable and not (written or changed),
-        )
-    )
+    base = new_model() if random_ops.seen and not request.recorded else None
+    others = [] if request.recorded else [(rounding, new_model(rounding)) for rounding in roundings]
+    # Parts are further forwards, which would change them further.
+    independent = coupling.independent_rows and rows.cuttable and not (written or changed)
     steps = []
     for number in range(request.steps):
         batch = batches.batch(number)
         with model.recorder or contextlib.nullcontext():
             loss, norm = model.step(number, batch)
-        save_file(model.weights(), request.folder / f"step-{number:03d}.safetensors")
+        weights = model.weights()
+        save_file(weights, request.folder / f"step-{number:03d}.safetensors")
+        drawn = loss, norm, weights
         step = ReferenceStep(
             ids=tuple(int(i) % batches.stored for pieces in batch.slices for rows in pieces for i in rows.ids),
             loss=loss,
             norm=norm,
-            noise={} if trial is None else trial.step(number, batch, model, (loss, norm)),
+            noise=rounding_noise(number, batch, drawn, base, others, off=off, independent_rows=independent),
             draws=model.draws,
         )
         steps.append(step)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,12 @@ def trial(
     recording = off or (draws and not plan.compile)
     random_ops, beside = RandomOps(off=off), _BesideTheWhole()
 
-    def unrecorded() -> Iterator[Batch]:
-        """Yields the batches, without recording the random numbers of loading and augmentation."""
-        batches = loader.batches(0, steps)
-        while True:
-            with random_ops.paused():
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
+    batches = loader.batches(0, steps)
+
+    def loaded() -> Batch | None:
+        """Loads a batch, without recording the random numbers of loading and augmentation."""
+        with random_ops.paused():
+            return next(batches, None)
 
     def after(result: StepResult) -> bool:
         """Records a step. Collective, as exporting is."""
@@ -94,7 +91,7 @@ def trial(
             modes.enter_context(random_ops)
         if whole_too:
             modes.enter_context(beside)
-        engine.train(unrecorded(), after)
+        engine.train(iter(loaded, None), after)
     return _of_all_slices(world, records)
 
 

@@ -1,7 +1,4 @@
-"""grappe verify: decides whether plans learn what one plain process learns; else finds the causes by ablation.
-
-An ablation switches off a possible cause of a difference, to see whether the difference disappears.
-"""
+"""grappe verify: decides whether plans learn what one plain process learns; else finds the causes by ablation."""
 
 from __future__ import annotations
 
