@@ -233,7 +233,9 @@ class CheckedSteps:
     ) -> str:
         """Returns the finding on a step; "" for a later one that is one process's."""
         which, whose = "its first step" if self._first else f"step {step + 1}", self._whose
-        needed = self._needed(weights)
+        # The bytes of a step on one process, from what this one's had at most.
+        of_step = max(0, sum(memory.peak(torch.device("cpu")).values()) - self._resident)
+        needed = 3 * sum(tensor.nbytes for tensor in weights.values()) + of_step * self.steps
         left = memory.free()
         too_large = f"not checked: one process might lack the memory for {which}" if self._first else ""
         if left is not None and needed > left / 2:
@@ -271,12 +273,6 @@ class CheckedSteps:
             return ""  # said of an earlier step
         with self._apart():
             return f"{which} is not {whose}: {what} differs by {gap:.1g}. {advice()}"
-
-    def _needed(self, weights: dict[str, Tensor]) -> int:
-        """Estimates the bytes of a step on one process from what this one's had at most."""
-        of_step = max(0, sum(memory.peak(torch.device("cpu")).values()) - self._resident)
-        own = sum(tensor.nbytes for tensor in weights.values())
-        return 3 * own + of_step * self.steps
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:

@@ -352,25 +352,22 @@ class Training:
         if alone:
             ids = [index for rank in of_them for index in rows[rank][2]]
             where = f", on process {', '.join(map(str, of_them))} of {world.size} alone (node {', '.join(nodes)})"
+        targets = tree_leaves([micro.targets for micro in batch.microbatches])
+        decimal = [leaf for leaf in targets if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        way_out = "Try a lower lr, clip=1, or look at those samples"
+        if overrides(self.task, "counts") and not all(leaf.isfinite().all() for leaf in decimal):
+            way_out = (
+                "Targets are not finite, and 0 x NaN is NaN, in the gradient too, where counts() is 0: write "
+                f"target = target.nan_to_num() in loss(){at(self.task, 'loss')}"
+            )
         shown = ", ".join(str(index) for index in ids[:16]) + (", …" if len(ids) > 16 else "")
         error = DivergedError(
             f"the loss is {record.loss} in epoch {record.epoch + 1}, step {record.step}{where} (sample ids {shown}). "
-            f"No checkpoint was overwritten: the last one is from an earlier step. {self._way_out(batch)}"
+            f"No checkpoint was overwritten: the last one is from an earlier step. {way_out}"
         )
         if alone and len(nodes) == 1 and len({row[1] for row in rows}) > 1:
             error.nodes = {nodes[0]: f"step {record.step}, loss {record.loss} of samples {shown} alone"}
         return error
-
-    def _way_out(self, batch: Batch) -> str:
-        """Says what to do about a loss that is no number."""
-        targets = tree_leaves([micro.targets for micro in batch.microbatches])
-        decimal = [leaf for leaf in targets if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if overrides(self.task, "counts") and not all(leaf.isfinite().all() for leaf in decimal):
-            return (
-                "Targets are not finite, and 0 x NaN is NaN, in the gradient too, where counts() is 0: write "
-                f"target = target.nan_to_num() in loss(){at(self.task, 'loss')}"
-            )
-        return "Try a lower lr, clip=1, or look at those samples"
 
     def _notify_watchers(self) -> None:
         """Passes to the watchers the steps that they have not seen."""

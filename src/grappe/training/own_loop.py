@@ -51,7 +51,7 @@ from grappe.training.own_loop_objects import KeptObjects
 from grappe.training.own_loop_run import LoopFolder
 from grappe.training.own_loop_steps import LoopBatches, LoopSteps
 from grappe.training.own_loop_world import PLAN, Joined, join_world
-from grappe.training.rows_step import CHECK_EVERY
+from grappe.training.rows_step import is_checked
 from grappe.training.watchers.base import Record
 
 SUPPORTED_KEYS = frozenset({
@@ -371,7 +371,7 @@ class Loop:
     def _end_step(self, batch: Batch, *, last: bool) -> bool:
         """Ends a step: its record, its checkpoint; returns whether the processes agreed to stop. Collective."""
         seconds = self.chronometer.end_step()
-        if self.world.size > 1 and (not self.step & (self.step - 1) or self.step % CHECK_EVERY == 0):
+        if self.world.size > 1 and is_checked(self.step):
             check_in_step()
         self._samples += batch.samples
         lr = float(self._pairs[0].optimizer.param_groups[0]["lr"]) if self._pairs else 0.0

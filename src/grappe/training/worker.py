@@ -118,7 +118,15 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             _set_heap_limits(plan, options)
             facts = start_facts(world, info, plan, loading=batches.loading, tensors=tensors, example=example)
             training_scores = TrainingScores(task, world, metrics=options.training_metrics)
-            noise = _noise_scale(options, info, world)
+            noise = None
+            if options.noise_scale and not world.rank:  # one process's slices suffice for the estimate
+                noise = NoiseScale(
+                    data_size=world.data_size,
+                    batch_size=info.batch_size,
+                    short_step=info.steps_per_epoch - 1 if info.samples % info.batch_size else None,
+                    steps_per_epoch=info.steps_per_epoch,
+                    start=info.start,
+                )
             check = (
                 CheckedSteps(task, plan, world, batches, carried, name=info.task, resident=baseline, example=example)
                 if can_be_checked(options, plan, world, batches)
@@ -216,8 +224,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             )
             if info.start:
                 training.resume(started.checkpoint, tensors)
-            hook = gradients_hooked(watchers, lambda: training.step, clock)
-            with hook, naming_overwritten(task, batches, plan):
+            with gradients_hooked(watchers, lambda: training.step, clock), naming_overwritten(task, batches, plan):
                 outcome = training.run()
 
         _write_outcome(started.run, outcome, training, meter)
@@ -332,19 +339,6 @@ def _run_info(request: Request, task: Task, batches: loader.BatchLoader, started
         batch_size=order.batch_size,
         samples=order.length,
         description=started.description,
-    )
-
-
-def _noise_scale(options: Options, info: RunInfo, world: World) -> NoiseScale | None:
-    """Creates the meter of the noise scale on process 0 only: one process's slices suffice for the estimate."""
-    if not options.noise_scale or world.rank:
-        return None
-    return NoiseScale(
-        data_size=world.data_size,
-        batch_size=info.batch_size,
-        short_step=info.steps_per_epoch - 1 if info.samples % info.batch_size else None,
-        steps_per_epoch=info.steps_per_epoch,
-        start=info.start,
     )
 
 
