@@ -115,9 +115,4 @@ class _Active:
 
 
 NOW = _Active()
-"""Holds the active context; read in each operator, where a call of `current` would be felt."""
-
-
-def current() -> RowsContext:
-    """Returns the active context; without any, that of a process alone."""
-    return NOW.context
+"""Holds the active context; without any, that of a process alone."""

@@ -102,11 +102,6 @@ class RuleCall:
         return results_on_meta(self.operator, *self.arguments)
 
     @property
-    def has_parts(self) -> bool:
-        """Tells whether all processes have rows of the arguments that have any."""
-        return all(all(each.placement.sizes) for each in self.layouts if type(each.placement) is Placement)
-
-    @property
     def placement(self) -> Placement:
         """Placement of the leading rows."""
         return self.lead.placement
@@ -172,17 +167,14 @@ def rule_of(operator: Any) -> Callable[..., Any]:
         if key in PROCEDURES:
             return _fallible(PROCEDURES[key])
         if key in TABLE or key in ALONG:
-            return _Planned(operator, TABLE.get(key, _without))
+            # Without a rule but one along the dimension of the rows, others are gathered.
+            return _Planned(operator, TABLE.get(key, lambda call: None))
     if torch.Tag.pointwise in operator.tags and not any(each.is_out for each in schema.arguments):
         return _Planned(operator, TABLE[ELEMENTWISE[schema.is_mutable]], by_type=True)
     return _decomposed(operator)
 
 
 RULES.rule_of = rule_of
-
-
-def _without(call: RuleCall) -> None:
-    """The rule of an operator that has one along the dimension of the rows alone."""
 
 
 def _decomposed(operator: Any) -> Callable[..., Any]:
@@ -280,7 +272,8 @@ class _Planned:
 
     def _way(self, call: RuleCall) -> Any:
         way = None
-        if NOW.context.exchanges and call.name in ALONG and call.has_parts and call.results is not None:
+        sizes = [each.placement.sizes for each in call.layouts if type(each.placement) is Placement]
+        if NOW.context.exchanges and call.name in ALONG and all(map(all, sizes)) and call.results is not None:
             try:
                 way = ALONG[call.name](call)
             except PlanError:
@@ -380,16 +373,12 @@ def results_on_meta(operator: Any, arguments: Any, options: Any) -> Any:
 
     try:
         with no_modes(), mode:
-            return _on_meta(operator, arguments, options, meta)
+            named = {name: meta(value) for name, value in options.items() if name != "pin_memory"}
+            if named.get("device") is not None:
+                named["device"] = torch.device("meta")
+            return operator(*map(meta, arguments), **named)
     except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
         return None
-
-
-def _on_meta(operator: Any, arguments: Any, options: Any, meta: Any) -> Any:
-    named = {name: meta(value) for name, value in options.items() if name != "pin_memory"}
-    if named.get("device") is not None:
-        named["device"] = torch.device("meta")
-    return operator(*[meta(each) for each in arguments], **named)
 
 
 _BY_DEVICE = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
@@ -413,17 +402,13 @@ def _takes(call: RuleCall, way: Way, arguments: Any, options: Any) -> tuple[list
         elif type(value) is TensorLayout or (type(value) is list and any(type(each) is TensorLayout for each in value)):
             tensors = options[name] if is_named else arguments[index]
             at = way.at.get(name, ...)
+            if at is ...:
+                usual = lambda each: call.aligned(each) if call.lead and type(each) is TensorLayout else None  # noqa: E731
+                at = [*map(usual, value)] if type(value) is list else usual(value)
+            places = at if type(value) is list else [at]
             if type(value) is TensorLayout:
-                at = (None if call.lead is None else call.aligned(value)) if at is ... else at
                 take = _take(value, at, type(tensors) is Rows)
-                places = [at]
             else:
-                places = at
-                if at is ...:
-                    places = [
-                        None if call.lead is None or type(each) is not TensorLayout else call.aligned(each)
-                        for each in value  # type: ignore[union-attr]
-                    ]
                 take = _of_list(
                     [
                         _take(layout, place, type(each) is Rows) if type(layout) is TensorLayout else None

@@ -30,7 +30,7 @@ from grappe.private_api.torch import (
     wrapper_maker,
 )  # fmt: skip
 from grappe.rows.context import NOW
-from grappe.rows.exchange import apart, moved, refused, turned
+from grappe.rows.exchange import apart, moved, refused, resized, turned
 from grappe.rows.layout import GHOST, PARTIAL, Placement, TensorLayout, dense_stride, even, fitted, is_dense, layout_of
 from grappe.rows.messages import gather, own_part, summed
 
@@ -329,11 +329,16 @@ def split(plain: Tensor, dim: int = 0, *, shared: bool = False, sizes: tuple[int
     return rows_of(cell)
 
 
-def from_local(local: Tensor, placement: Placement) -> Rows:
-    """Returns this process's own rows as a tensor of all rows, which are gathered when they are asked for."""
-    dim, outer = placement.dim, placement.outer
-    shape = torch.Size((*local.shape[:dim], outer * placement.total, *local.shape[dim + 1 :]))
-    stride = dense_stride(shape, [0] * len(shape))
+def from_local(local: Tensor, placement: Any, stride: Any = None) -> Rows:
+    """Returns this process's own rows, or its term of a sum, as a tensor of all rows, gathered when they are read.
+
+    Args:
+        stride: of all rows; None: contiguous, as an own part of one row, or of none, does not tell how they lie.
+    """
+    shape = local.shape
+    if type(placement) is Placement:
+        shape = torch.Size(resized(shape, placement.dim, placement.outer * placement.total))
+    stride = dense_stride(shape, [0] * len(shape)) if stride is None else stride
     layout = layout_of(shape, stride, local.dtype, local.device, placement)
     return rows_of(Cell(fitted(local.detach(), layout), layout))
 
