@@ -32,8 +32,9 @@ NAMES = {LRScheduler: "schedule", AveragedModel: "average", torch.amp.GradScaler
 class KeptObjects:
     """Objects with `state_dict` and `load_state_dict`, by the names that the user gave them."""
 
-    def __init__(self) -> None:
+    def __init__(self, objects: Mapping[str, Any] | None = None) -> None:
         self._objects: dict[str, Any] = {}
+        self.add(objects or {})
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Keeps further objects.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -41,7 +41,6 @@ from grappe.training.interception import (
     StepHandler,
     alive,
     intercepted,
-    modules_alive,
     parameters_of,
     rows_of,
 )
@@ -237,18 +236,16 @@ class RecordedSteps(StepHandler):
         self._log.watch(optimizer)
         optimizer.register_step_pre_hook(self._note_update)
         optimizer.register_step_post_hook(lambda *_: self._note_step(optimizer))
-        if self._replay is not None:
-            optimizer.step = types.MethodType(self._replayed(optimizer.step), optimizer)  # type: ignore[method-assign]
-
-    def _replayed(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns an optimizer's step that does nothing on the way back to a checkpoint."""
+        if self._replay is None:
+            return
+        plain = optimizer.step
 
         def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
             if self._replay is None or self._replay.computes:
                 return plain(*arguments, **options)
-            return self._note_step(optimizer)
+            return self._note_step(optimizer)  # on the way back to a checkpoint it does nothing
 
-        return step
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def _note_update(self, optimizer: Optimizer, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
         if optimizer is self._optimizers[0]:
@@ -378,9 +375,7 @@ class RecordedSteps(StepHandler):
         return changed
 
     def _kept(self) -> KeptObjects:
-        kept = KeptObjects()
-        kept.add({f"optimizer[{number}]": each for number, each in enumerate(self._optimizers)})
-        return kept
+        return KeptObjects({f"optimizer[{number}]": each for number, each in enumerate(self._optimizers)})
 
     def _restore(self, replay: Replay) -> None:
         """Puts the checkpoint's state into the script, which has come back to its place. Collective.
@@ -482,7 +477,7 @@ def _of_modules() -> list[Tensor]:
     """Returns the parameters and buffers of all modules of the process."""
     return [
         tensor
-        for module in modules_alive()
+        for module in alive(nn.Module)
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     ]
 
