@@ -124,10 +124,10 @@ class Native(Engine):
                 except (RuntimeError, NotImplementedError) as error:
                     if not any(words in str(error) for words in OF_DTENSORS):
                         raise
-                    kind, why = type(self._optimizer).__name__, sentence(error).splitlines()[0]
+                    optimizer, why = self._optimizer, sentence(error).splitlines()[0]
                     raise TaskError(
-                        f"{kind} cannot step parameters of which each process holds a part ({why}): use replicate=, "
-                        "or another optimizer"
+                        f"{type(optimizer).__name__} cannot step parameters of which each process holds a part "
+                        f"({why}): use replicate=, or another optimizer"
                     ) from error
         if self._schedule is not None and not skipped:
             self._schedule.step()

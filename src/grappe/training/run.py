@@ -78,16 +78,17 @@ class Run(Tabular):
                 with contextlib.suppress(RunError):
                     named += [run.folder] if run.read_description().get("name") == str(folder) else []
             if len(named) > 1:
-                shown = ", ".join(map(str, named[:3]))
-                raise RunError(f"{len(named)} runs have the name {folder}: give a folder: {shown}")
+                raise RunError(
+                    f"{len(named)} runs have the name {folder}: give a folder: {', '.join(map(str, named[:3]))}"
+                )
             self.folder = named[0] if named else folder
         refuse_package(self.folder)
         files.refuse_link(self.folder / DESCRIPTION)
         if not (self.folder / DESCRIPTION).is_file():
             runs = [run.folder for run in all_runs(self.folder.parent) or all_runs(RUNS)]
             runs.sort(key=lambda run: (run / DESCRIPTION).lstat().st_mtime, reverse=True)
-            shown = f"; there is: {', '.join(map(str, runs[:3]))}{', …' if len(runs) > 3 else ''}" if runs else ""
-            raise RunError(f"{self.folder} is not a run (no {DESCRIPTION}){shown}")
+            neighbours = f"; there is: {', '.join(map(str, runs[:3]))}{', …' if len(runs) > 3 else ''}" if runs else ""
+            raise RunError(f"{self.folder} is not a run (no {DESCRIPTION}){neighbours}")
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
