@@ -103,7 +103,14 @@ class Statistics:
 
     def combine(self, samples: int) -> None:
         """Updates the running statistics from all pieces of a step, one after the other. Collective."""
-        self._check_others()
+        now = dict(self._model.named_buffers()) if self._others else {}
+        for name, before in self._others.items():
+            if not torch.equal(now[name], before):
+                raise TaskError(
+                    f"exact={self._pieces.pieces}: the buffer '{name}' changes while the model trains, and only batch "
+                    "normalisation's statistics can be combined in order: leave exact out, or the buffer"
+                )
+        self._others = {}  # once, after the first step
         self._begin()
         if self._modules and (calls := self._agreed_calls()):
             sizes = [2 * module.num_features for module in calls]
@@ -149,17 +156,6 @@ class Statistics:
             self._calls = self._calls or self._agreed
         return self._agreed
 
-    def _check_others(self) -> None:
-        """Checks the other buffers once, after the first step."""
-        now = dict(self._model.named_buffers()) if self._others else {}
-        for name, before in self._others.items():
-            if not torch.equal(now[name], before):
-                raise TaskError(
-                    f"exact={self._pieces.pieces}: the buffer '{name}' changes while the model trains, and only batch "
-                    "normalisation's statistics can be combined in order: leave exact out, or the buffer"
-                )
-        self._others = {}
-
 
 class Exact:
     """Sums one optimizer step's gradients, piece by piece, for each parameter.
@@ -185,8 +181,11 @@ class Exact:
         self._sizes = [parameter.numel() for parameter in parameters]
         self._group = world.data_group
         self._wire = wire(world)
-        if world.device.type == "cuda":
-            _choose_deterministic_kernels()
+        if world.device.type == "cuda":  # whose fastest kernels may add in any order
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def piece(self, index: int, step: int, seed: int) -> Iterator[None]:
@@ -305,14 +304,6 @@ def _sum(left: list[Tensor | None] | None, right: list[Tensor | None] | None) ->
     if both:
         foreach_add_([a for a, _ in both], [b for _, b in both])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
-
-
-def _choose_deterministic_kernels() -> None:
-    """Chooses deterministic kernels, as CUDA's fastest kernels may add in any order."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -438,7 +438,8 @@ class TrainingScores:
             self._sums[name] = self._sums.get(name, 0.0) + total.double()
         if self._metrics is not None:
             with torch.no_grad():
-                self._metrics.update(tree_map(lambda leaf: _rows(leaf, micro), output), _without_padding(micro))
+                output, targets = tree_map(lambda leaf: _rows(leaf, micro), (output, micro.targets))
+                self._metrics.update(output, micro._replace(targets=targets, padding=0))
 
     def copied(self) -> SliceSums:
         """Begins to copy the sums to the host, as they are now: no step waits for the copies."""
@@ -496,12 +497,6 @@ def _losses(slices: Sequence[SliceSums]) -> dict[str, Number]:
 
 def _named(scores: Mapping[str, Number]) -> dict[str, Number]:
     return {f"training_{name}": value for name, value in scores.items()}
-
-
-def _without_padding(micro: Microbatch) -> Microbatch:
-    if not micro.padding:
-        return micro
-    return micro._replace(targets=tree_map(lambda leaf: _rows(leaf, micro), micro.targets), padding=0)
 
 
 def _rows(leaf: Any, micro: Microbatch) -> Any:

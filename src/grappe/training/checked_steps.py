@@ -172,7 +172,7 @@ class CheckedSteps:
         with contextlib.suppress(Exception):  # of a task that cannot be copied
             self._before = self._task if self._world.rank else copy.deepcopy(self._task)
         self._settings = [settings(self._optimizer)] if self._optimizer is not None else []
-        exported = engine.export()
+        exported = engine.train_state.export()
         self._weights = {name: tensor.clone() for name, tensor in exported if not self._world.rank}
 
     def after(self, result: StepResult) -> str:

@@ -29,9 +29,10 @@ from grappe.data.batch import Batch
 from grappe.data.loader import BatchLoader
 from grappe.data.sampling import samples_seen
 from grappe.data.stream import POSITION, StreamBatches
-from grappe.engines.base import Engine, SavedState
+from grappe.engines.base import Engine
 from grappe.engines.shared.carried import CarriedState
 from grappe.engines.shared.microbatch import remarks_on_draws
+from grappe.engines.shared.state import SavedState
 from grappe.errors import DivergedError, GrappeError, RunError, TaskError
 from grappe.errors.remedies import OVERWRITTEN, remedy
 from grappe.errors.user_code import is_users, sentence
@@ -185,7 +186,7 @@ class Training:
             saved = SavedState(tensors=tensors, values=values.get("engine", {}), model_loaded=True)
             # The optimizer's state has a meaning only to the engine that saved it.
             same_engine = values.get("engine_name") == info.engine
-            self.engine.restore(saved if same_engine else saved.weights_only())
+            self.engine.train_state.restore(saved if same_engine else saved.weights_only())
             self.progress.restore(values)
             self.average.restore(tensors)
             self.carried.restore(tensors, self.world)
@@ -383,7 +384,7 @@ class Training:
         total, limit = order.steps_per_epoch, self.options.validation_batches
         taken = min(total, limit or total)
         batches = self.watchdog.counted(self.validation.batches(0, taken))
-        weights = self.engine.evaluated_weights()
+        weights = self.engine.train_state.evaluated_weights()
         began = time.perf_counter()
         with self.clock.during(phases.EVALUATION), weights, self.average.in_place():
             scores = self.engine.evaluate(batches, min(order.length, taken * order.batch_size))
@@ -450,7 +451,7 @@ class Training:
         with self.clock.during(phases.CHECKPOINT):
             if not hold:
                 self.watchers.call("saving", step)
-            state = self.engine.state()
+            state = self.engine.train_state.state()
             values: dict[str, Any] = {
                 "engine_name": info.engine,
                 "engine": dict(state.values),

@@ -18,10 +18,7 @@ def random_state(generator: torch.Generator | None = None) -> dict[str, Tensor]:
     """Returns the state of torch's, Python's and NumPy's generators, and that of a loader's own, as tensors."""
     version, internal, gauss = random.getstate()
     numpys = np.random.get_state(legacy=False)
-    state = {
-        "torch": torch.get_rng_state(),
-        "others": as_tensor([[version, list(internal), gauss], numpys]),
-    }
+    state = {"torch": torch.get_rng_state(), "others": as_tensor([[version, list(internal), gauss], numpys])}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if generator is not None:
