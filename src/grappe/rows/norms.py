@@ -12,7 +12,7 @@ from torch import Tensor
 from grappe.rows.gathered import write
 from grappe.rows.layout import PARTIAL, Placement, TensorLayout, layout_of
 from grappe.rows.messages import own_part, summed
-from grappe.rows.plans import RuleCall, Way, along, results_on_meta, rule
+from grappe.rows.plans import RuleCall, Way, along_by, results_on_meta, rule
 from grappe.rows.rules import all_of, aten, contiguous, everywhere, rule_of_rows
 from grappe.rows.tensor import Rows, full, own_local, own_of, wrapped
 
@@ -32,11 +32,9 @@ def _of_last_dimensions(call: RuleCall) -> Way | None:
     return Way(at=at, results=(placement,) * (3 if "layer" in call.name else 2))
 
 
-@rule_of_rows("native_group_norm native_group_norm_backward")
+@rule_of_rows("native_group_norm native_group_norm_backward", first=True)
 def _group_norm(call: RuleCall) -> Way | None:
     placement = call.placement
-    if placement.dim:
-        return None
     at = everywhere(call, placement) | {"weight": None, **({"bias": None} if "bias" in call.values else {})}
     results = (placement, PARTIAL, PARTIAL) if call.name.endswith("_backward") else (placement,) * 3
     return Way(at=at, constants={"N": placement.outer * placement.rows}, results=results)
@@ -211,11 +209,8 @@ def _whole_but(call: RuleCall, at: Placement) -> dict[str, Any]:
     return {name: at if name in ("input", "grad_out") else None for name in everywhere(call, None)}
 
 
-@along("native_group_norm native_layer_norm")
-def _normalised(call: RuleCall) -> Way | None:
-    how = _statistics(call)
-    if how is None:
-        return None
+@along_by("native_group_norm native_layer_norm", _statistics)
+def _normalised(call: RuleCall, how: _Statistics) -> Way:
     names, shapes = call.names, [each.shape for each in call.results]
 
     def normalised(*arguments: Any) -> Any:
@@ -232,11 +227,8 @@ def _normalised(call: RuleCall) -> Way | None:
     return Way(at=_whole_but(call, how.at), operator=normalised, results=(how.at, None, None))
 
 
-@along("native_group_norm_backward native_layer_norm_backward")
-def _normalised_backward(call: RuleCall) -> Way | None:
-    how = _statistics(call)
-    if how is None:
-        return None
+@along_by("native_group_norm_backward native_layer_norm_backward", _statistics)
+def _normalised_backward(call: RuleCall, how: _Statistics) -> Way:
     names, dtype = call.names, next((each.dtype for each in call.results[1:] if each is not None), None)
     affine = (call["C"],) if how.groups else ()
 

@@ -153,6 +153,11 @@ along = _registering(ALONG)
 procedure = _registering(PROCEDURES)
 
 
+def along_by(names: str, of: Callable[[RuleCall], Any]) -> Callable[[Callable[[RuleCall, Any], Any]], Rule]:
+    """Makes a decorator as `along`, for rules that also take what `of` returns of a call; None: no rule is for it."""
+    return lambda decide: along(names)(lambda call: None if (how := of(call)) is None else decide(call, how))
+
+
 def rule_of(operator: Any) -> Callable[..., Any]:
     """Returns what runs instead of an operator that is called for the first time."""
     for file in FILES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -52,9 +53,19 @@ def everywhere(call: RuleCall, placement: Any) -> dict[str, Any]:
     return {name: placement for name, value in call.values.items() if type(value) is TensorLayout}
 
 
-def rule_of_rows(names: str) -> Callable[[Rule], Rule]:
-    """Makes a decorator as `rule`, for calls with rows; of others every process computes from all."""
-    return lambda decide: rule(names)(lambda call: all_of(call) if call.lead is None else decide(call))
+def rule_of_rows(names: str, *, first: bool = False) -> Callable[[Rule], Rule]:
+    """Makes a decorator as `rule`, for calls with rows; of others every process computes from all.
+
+    Args:
+        first: whether the rows must be in the first dimension; else the call is gathered.
+    """
+
+    def of_rows(decide: Rule, call: RuleCall) -> Any:
+        if call.lead is None:
+            return all_of(call)
+        return None if first and call.placement.dim else decide(call)
+
+    return lambda decide: rule(names)(functools.partial(of_rows, decide))
 
 
 _LINEAR = {
@@ -563,18 +574,18 @@ def _cdist(call: RuleCall) -> Way | None:
 # ---- Samples -----------------------------------------------------------------------------------------------
 
 
-@rule_of_rows("convolution")
+@rule_of_rows("convolution", first=True)
 def _convolution(call: RuleCall) -> Way | None:
     placement = call["input"].placement
-    if type(placement) is not Placement or placement.dim:
+    if type(placement) is not Placement:
         return None
     return Way(at={"input": placement, "weight": None, "bias": None}, results=placement)
 
 
-@rule_of_rows("convolution_backward")
+@rule_of_rows("convolution_backward", first=True)
 def _convolution_backward(call: RuleCall) -> Way | None:
     placement = call.placement
-    if placement.dim or type(call["weight"].placement) is Placement:
+    if type(call["weight"].placement) is Placement:
         return None
     at = {"grad_output": placement, "input": placement, "weight": None}
     return Way(at=at, results=(placement, PARTIAL, PARTIAL))
@@ -612,11 +623,13 @@ def _leading(call: RuleCall) -> Way | None:
     return Way(results=placement)
 
 
-@rule_of_rows("im2col col2im grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward")
+@rule_of_rows(
+    "im2col col2im grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward", first=True
+)
 def _samples(call: RuleCall) -> Way | None:
     """Operators on a batch of samples in the first dimension."""
     batched = {"im2col": 4, "col2im": 3}.get(call.name, 4 + ("3d" in call.name))
-    if call.placement.dim or any(len(each.shape) != batched for each in call.layouts):
+    if any(len(each.shape) != batched for each in call.layouts):
         return None
     results = (call.placement,) * 2 if call.name.endswith("_backward") else call.placement
     return Way(at=everywhere(call, call.placement), results=results)
@@ -633,22 +646,22 @@ def _padded(call: RuleCall) -> Way | None:
     upsample_nearest1d_backward upsample_linear1d_backward upsample_nearest2d_backward upsample_bilinear2d_backward
     upsample_bicubic2d_backward upsample_nearest3d_backward upsample_trilinear3d_backward
     _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward
-    """
+    """,
+    first=True,
 )
 def _upsample_backward(call: RuleCall) -> Way | None:
     grad = call.first
-    if grad.placement.dim:
-        return None
     return Way(constants={"input_size": [grad.local_shape[0], *call["input_size"][1:]]}, results=grad.placement)
 
 
 @rule_of_rows(
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
+    first=True,
 )
 def _attention(call: RuleCall) -> Way | None:
     """Attention of samples in the first dimension; with dropout, which the kernel draws, it is gathered."""
-    if call.placement.dim or call["dropout_p"]:
+    if call["dropout_p"]:
         return None
     placement, bias = call.placement, call.values.get("attn_mask", call.values.get("attn_bias"))
     at = dict.fromkeys(("query", "key", "value"), placement)
@@ -661,9 +674,9 @@ def _attention(call: RuleCall) -> Way | None:
     return Way(at=at, results=(placement, placement, *[None] * 12))
 
 
-@rule_of_rows("_scaled_dot_product_flash_attention_for_cpu_backward")
+@rule_of_rows("_scaled_dot_product_flash_attention_for_cpu_backward", first=True)
 def _attention_backward(call: RuleCall) -> Way | None:
-    if call.placement.dim or call["dropout_p"]:
+    if call["dropout_p"]:
         return None
     placement, bias = call.placement, call["attn_mask"]
     at = everywhere(call, placement)
@@ -715,10 +728,8 @@ def _embedding_backward(call: RuleCall) -> Way | None:
     return Way(at=dict.fromkeys(("grad_output", "indices"), placement), results=PARTIAL)
 
 
-@rule_of_rows("_thnn_fused_lstm_cell _thnn_fused_gru_cell")
+@rule_of_rows("_thnn_fused_lstm_cell _thnn_fused_gru_cell", first=True)
 def _cell_of_gpu(call: RuleCall) -> Way | None:
     """A step of a recurrent layer on a GPU."""
-    if call.placement.dim:
-        return None
     at = {name: call.placement if len(call[name].shape) > 1 else None for name in everywhere(call, None)}
     return Way(at=at, results=call.placement)

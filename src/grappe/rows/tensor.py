@@ -437,14 +437,11 @@ def _add_up(cell: Cell) -> None:
     for each in filter(None, (reference() for reference in family.terms)):
         local = each.local
         memory = torch.view_as_real(total) if root.is_complex() and not local.is_complex() else total
-        made = memory.as_strided(local.shape, local.stride(), local.storage_offset() - _offset(root, local))
+        first = root.storage_offset() * (root.element_size() // local.element_size())
+        made = memory.as_strided(local.shape, local.stride(), local.storage_offset() - first)  # type: ignore[operator]
         each.local = made.conj() if local.is_conj() else made
         each.layout = each.layout.placed(None)
     family.root, family.terms = None, []
-
-
-def _offset(root: Tensor, like: Tensor) -> int:
-    return root.storage_offset() * (root.element_size() // like.element_size())  # type: ignore[return-value]
 
 
 def settle(family: Any) -> None:
