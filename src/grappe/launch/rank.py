@@ -107,11 +107,7 @@ def _srun(environment: Mapping[str, str]) -> ProcessRank | None:
 
 
 def _number(name: str, text: str, least: int, most: int = MOST_PROCESSES) -> int:
-    """Reads the text of a launcher's variable.
-
-    Raises:
-        UsageError: it is no number, or not within its bounds.
-    """
+    """Reads a launcher's variable; raises UsageError where it is no number, or not within its bounds."""
     if text.strip().isdecimal() and len(text) < DIGITS and least <= int(text) <= most:
         return int(text)
     raise UsageError(

@@ -42,11 +42,7 @@ def gathered(operator: Any, arguments: Any, options: Any) -> Any:
 
 
 def _of_whole_tensors(operator: Any, arguments: Any, options: Any, leaves: list[Rows]) -> Any:
-    """Returns terms of the gradients of what every process has whole: they are linear in a gradient that has rows.
-
-    Raises:
-        PlanError: the operator is another.
-    """
+    """Returns terms of the gradients of what every process has whole; refuses what is not linear in one with rows."""
     gradient = arguments[0] if arguments else None
     placed = [each for each in leaves if type(each._cell.layout.placement) is Placement]
     name = operator.overloadpacket.__name__

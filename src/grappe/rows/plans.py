@@ -310,8 +310,10 @@ def _plan(call: RuleCall, way: Way, arguments: Any, options: Any) -> Callable[..
         if not isinstance(meta, Tensor):
             layouts.append(meta)
             continue
-        if type(placement) is Placement and not _fits(placement, meta.shape):
-            return None
+        if type(placement) is Placement:
+            dim, rows = placement.dim, placement.outer * placement.total
+            if dim >= len(meta.shape) or meta.shape[dim] != rows:
+                return None
         stride = dense_stride(meta.shape, meta.stride()) if way.copied else meta.stride()
         layouts.append(layout_of(meta.shape, stride, meta.dtype, torch.device(device), placement, shared))
     if way.view:
@@ -343,10 +345,6 @@ def _plan(call: RuleCall, way: Way, arguments: Any, options: Any) -> Callable[..
         )
 
     return run
-
-
-def _fits(placement: Placement, shape: Any) -> bool:
-    return placement.dim < len(shape) and shape[placement.dim] == placement.outer * placement.total
 
 
 def blank(layout: Any, identity: float = 0) -> Any:
@@ -391,10 +389,7 @@ _BY_DEVICE = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_bac
 
 
 def _takes(call: RuleCall, way: Way, arguments: Any, options: Any) -> tuple[list[Any], list[Any], bool]:
-    """Returns what takes an argument's own part, where that is another than the argument.
-
-    By position, and by name; and whether this process's part has no rows.
-    """
+    """Returns what takes arguments' own parts, by position and by name; and whether this process's have no rows."""
     takes, named, empty = [], [], type(way.results) is Placement and not way.results.rows
     for index, name in enumerate(call.names):
         is_named = index >= len(arguments)

@@ -206,11 +206,7 @@ class WholeBatchLosses:
     def _of_all(
         self, micros: Sequence[Microbatch], nested: Sequence[Any], what: str, *, training: bool = False
     ) -> tuple[Any, list[Tensor | None]]:
-        """Returns the global batch's tensors, and by leaf that tensor; None: the leaf has no gradient.
-
-        Args:
-            nested: by microbatch, tensors that nest alike.
-        """
+        """Returns the global batch's tensors, from those of each microbatch; and by leaf one that has a gradient."""
         flattened = [tree_flatten(each) for each in nested]
         everyone: list[Any] = []
         for leaves in zip(*(leaves for leaves, _ in flattened), strict=True):

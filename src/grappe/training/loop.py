@@ -405,11 +405,7 @@ class Training:
             self._stop = "stopped"
 
     def _rehearse_evaluation(self) -> None:
-        """Evaluates one batch and forgets it, so that an error of evaluation alone shows now. Collective.
-
-        Raises:
-            TaskError: something in the task fails in evaluation.
-        """
+        """Evaluates one batch and forgets it, so that a TaskError of evaluation alone comes now. Collective."""
         if not self._evaluates:
             return
         order = self.validation.order

@@ -321,11 +321,7 @@ class SpreadSteps(StepHandler):
             self._report()
 
     def _check_batches(self) -> None:
-        """Compares what the processes have split since the last backward. Collective.
-
-        Raises:
-            DivergedError: it differs: each would have learned from rows of another batch.
-        """
+        """Raises DivergedError where the processes have split other batches since the last backward. Collective."""
         if not self._batches:
             return
         batches, self._batches = self._batches, []
@@ -339,11 +335,7 @@ class SpreadSteps(StepHandler):
                     )
 
     def _check_weights(self) -> None:
-        """Compares the processes' weights. Collective.
-
-        Raises:
-            DivergedError: they differ.
-        """
+        """Raises DivergedError where the processes' weights differ. Collective."""
         if not self._several:
             return
         tensors = {(-1, number): each for number, each in enumerate(parameters_of(self._optimizers))}

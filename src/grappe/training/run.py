@@ -435,6 +435,10 @@ def start_facts(world: World) -> dict[str, Any]:
 
     from grappe.launch.world import processor
 
+    # The size of this start: of a job, also the seconds that it waited, and nodes that idle.
+    numbers = {name: os.environ.get(f"GRAPPE_{name.upper()}", "") for name in ("waited", "idle_nodes", "start")}
+    of_job = {name: int(text) for name, text in numbers.items() if re.fullmatch("[0-9]{1,12}", text)}
+    nodes = max(1, world.size // world.process.local_size)
     return {
         "processes": world.size,
         "threads": world.threads,
@@ -446,16 +450,8 @@ def start_facts(world: World) -> dict[str, Any]:
         "restarts": 0,
         "status": "running",
         "id": secrets.token_hex(16),
-        "sizes": [_size(world)],
+        "sizes": [{"at": round(time.time()), "step": 0, "processes": world.size, "nodes": nodes, **of_job}],
     }
-
-
-def _size(world: World) -> dict[str, Any]:
-    """Returns the size of this start: of a job, also the seconds that it waited, and nodes that idle."""
-    numbers = {name: os.environ.get(f"GRAPPE_{name.upper()}", "") for name in ("waited", "idle_nodes", "start")}
-    of_job = {name: int(text) for name, text in numbers.items() if re.fullmatch("[0-9]{1,12}", text)}
-    nodes = max(1, world.size // world.process.local_size)
-    return {"at": round(time.time()), "step": 0, "processes": world.size, "nodes": nodes, **of_job}
 
 
 def restarted(before: Mapping[str, Any], now: Mapping[str, Any], step: int = 0) -> dict[str, Any]:

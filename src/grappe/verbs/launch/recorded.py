@@ -322,11 +322,7 @@ class RecordedSteps(StepHandler):
         self._said = bool(self._unsaved)
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-        """Returns tensors that all processes have alike, this process's own, and JSON. Collective.
-
-        Raises:
-            TaskError: the script could not be brought back.
-        """
+        """Returns tensors that all have alike, this process's own, and JSON; TaskError: not to resume. Collective."""
         if self._unsaved:
             return {}, {}, {}
         variables = variables_of(self._optimizers)
@@ -354,13 +350,9 @@ class RecordedSteps(StepHandler):
         return tensors, own, {"script": script}
 
     def _changed(self, variables: Variables, modules: Sequence[Tensor]) -> list[str]:
-        """Lists variables whose tensors differ from those of a script that begins.
+        """Lists variables whose tensors differ from those of a script that begins; TaskError: one cannot be saved.
 
-        Args:
-            modules: the tensors of modules, whose versions do not tell: batch normalisation changes buffers unnoticed.
-
-        Raises:
-            TaskError: what changes is not found in the variables, or cannot be saved.
+        Versions of the tensors of `modules` do not tell: batch normalisation changes buffers unnoticed.
         """
         if any(scaler.is_enabled() for scaler in alive(torch.amp.GradScaler)):
             raise TaskError("a GradScaler skips steps by what it sees: take bf16")
@@ -378,11 +370,7 @@ class RecordedSteps(StepHandler):
         return KeptObjects({f"optimizer[{number}]": each for number, each in enumerate(self._optimizers)})
 
     def _restore(self, replay: Replay) -> None:
-        """Puts the checkpoint's state into the script, which has come back to its place. Collective.
-
-        Raises:
-            RunError: the script has not done what it did before.
-        """
+        """Puts the checkpoint's state into the script, if it has done what it did before. Collective."""
         try:
             variables = variables_of(self._optimizers)
             problem = self._differs(replay, variables) if self._world.rank == 0 else ""
