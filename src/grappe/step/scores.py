@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -296,7 +297,8 @@ class Metrics:
                     values.append(torch.as_tensor(_number(self._task, name, fresh.compute()), dtype=torch.float64))
             if len(values) < len(cuts) or not torch.equal(values[0].nan_to_num(), values[1].nan_to_num()):
                 continue
-            parts = next((each for each in values[2:] if not _close(values[0], each)), None)
+            close = functools.partial(torch.allclose, values[0], rtol=1e-3, atol=1e-4, equal_nan=True)
+            parts = next((each for each in values[2:] if not close(each)), None)
             if parts is not None:
                 raise TaskError(
                     f"the metric '{name}' is {_few(values[0])} of {count} samples at once, and {_few(parts)} in "
@@ -384,10 +386,6 @@ def _number(task: Task, name: str, value: Any) -> float | list[float]:
             + at(task, "metrics")
         )
     return value.item() if value.numel() == 1 else value.tolist()
-
-
-def _close(values: Tensor, others: Tensor) -> bool:
-    return torch.allclose(values, others, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
 def _few(values: Tensor) -> str:

@@ -167,7 +167,7 @@ class WholeBatchLosses:
                 gradients = self._gradients(values, leaves, batch, all_weights, scale)
             totals = self._totals(values, batch)
             named_totals = {name: self._totals(each, batch) for name, each in named.items()}
-        by_micro = _by_microbatch(gradients, leaves, micros, first=self._slices.has_first)
+        by_micro = _by_microbatch(gradients, leaves, micros, first=self._slices.layout(batch.samples).has_first)
         parts = []
         for number, micro in enumerate(micros):
             count = micro.weights[: micro.rows].sum() if isinstance(micro.weights, Tensor) else float(micro.rows)
@@ -347,11 +347,6 @@ class SharedRows:
     def shared(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which the processes share the rows."""
         return contextlib.nullcontext() if self._world.data_group is None else activate(self._context)
-
-    @property
-    def has_first(self) -> bool:
-        """Returns whether the global batch's first row is this process's."""
-        return self._layout.has_first
 
     def own_rows(self, rows: Tensor) -> Tensor:
         """Returns this slice's rows [b, ...] of `rows` [B, ...]."""

@@ -316,7 +316,13 @@ class Loop:
         sums: dict[str, Tensor] = {}
         samples = 0
         devices = [self.device] if self.device.type == "cuda" else []
-        with self.chronometer.during(EVALUATION), torch.random.fork_rng(devices), self._evaluating():
+        undo = contextlib.ExitStack()
+        for module in (module for pair in self._pairs for module in pair.model.modules()):
+            undo.callback(setattr, module, "training", module.training)
+        for model in (pair.model for pair in self._pairs):
+            undo.callback(reshard, model)  # without a backward, FSDP2 leaves parameters gathered
+            model.eval()
+        with self.chronometer.during(EVALUATION), torch.random.fork_rng(devices), undo, torch.no_grad():
             for batch, taken in source.batches(0, source.order.steps_per_epoch):
                 values = score(*taken) if isinstance(taken, tuple | list) else score(taken)
                 for name, value in (values if isinstance(values, Mapping) else {"loss": values}).items():
@@ -391,21 +397,6 @@ class Loop:
                 "batches(): samples of a batch have different shapes, or types: give collate=, which makes a batch of "
                 "the list of all its samples"
             )
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        models = [pair.model for pair in self._pairs]
-        modes = {module: module.training for model in models for module in model.modules()}
-        for model in models:
-            model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-            for model in models if self.plan.uses_fsdp else ():
-                reshard(model)
 
     def _restore(self) -> None:
         """Puts back what the loop's body may have changed since the models were restored: kept objects, settings."""

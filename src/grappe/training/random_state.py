@@ -62,17 +62,11 @@ def set_state_of(generator: torch.Generator | np.random.Generator, state: Tensor
 
 def as_tensor(value: Any) -> Tensor:
     """Returns JSON as bytes."""
-    return torch.frombuffer(bytearray(json.dumps(value, default=_array).encode()), dtype=torch.uint8)
+    text = json.dumps(value, default=lambda array: {"array": array.tolist(), "type": array.dtype.str})
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def from_tensor(tensor: Tensor) -> Any:
     """Returns the value of `as_tensor`."""
-    return json.loads(bytes(tensor.tolist()), object_hook=_unpacked)
-
-
-def _unpacked(value: dict[str, Any]) -> Any:
-    return np.array(value["array"], value["type"]) if "array" in value else value
-
-
-def _array(value: np.ndarray) -> dict[str, Any]:
-    return {"array": value.tolist(), "type": value.dtype.str}
+    unpacked = lambda value: np.array(value["array"], value["type"]) if "array" in value else value  # noqa: E731
+    return json.loads(bytes(tensor.tolist()), object_hook=unpacked)
