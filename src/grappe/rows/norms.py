@@ -205,10 +205,6 @@ def _statistics(call: RuleCall) -> _Statistics | None:
     return _Statistics(at, dims, math.prod(shape[1 if groups else first :]) // (groups or 1), groups)
 
 
-def _whole_but(call: RuleCall, at: Placement) -> dict[str, Any]:
-    return {name: at if name in ("input", "grad_out") else None for name in everywhere(call, None)}
-
-
 @along_by("native_group_norm native_layer_norm", _statistics)
 def _normalised(call: RuleCall, how: _Statistics) -> Way:
     names, shapes = call.names, [each.shape for each in call.results]
@@ -224,7 +220,7 @@ def _normalised(call: RuleCall, how: _Statistics) -> Way:
         made = (made if bias is None else made.add_(bias)).to(value.dtype)
         return made.view(named["input"].shape), mean.view(shapes[1]), scale.view(shapes[2])
 
-    return Way(at=_whole_but(call, how.at), operator=normalised, results=(how.at, None, None))
+    return Way(at=_samples_at(call, how.at), operator=normalised, results=(how.at, None, None))
 
 
 @along_by("native_group_norm_backward native_layer_norm_backward", _statistics)
@@ -252,7 +248,7 @@ def _normalised_backward(call: RuleCall, how: _Statistics) -> Way:
         return of_value.to(own.dtype).view(own.shape), of_weight, of_bias
 
     of_affine = PARTIAL if how.groups else how.of_weights
-    return Way(at=_whole_but(call, how.at), operator=gradients, results=(how.at, of_affine, of_affine))
+    return Way(at=_samples_at(call, how.at), operator=gradients, results=(how.at, of_affine, of_affine))
 
 
 # ---- Losses ------------------------------------------------------------------------------------------------

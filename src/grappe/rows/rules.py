@@ -654,37 +654,27 @@ def _upsample_backward(call: RuleCall) -> Way | None:
     return Way(constants={"input_size": [grad.local_shape[0], *call["input_size"][1:]]}, results=grad.placement)
 
 
-@rule_of_rows(
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
-    first=True,
-)
+_ATTENTION = """
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_flash_attention_for_cpu_backward
+"""
+
+
+@rule_of_rows(_ATTENTION, first=True)
 def _attention(call: RuleCall) -> Way | None:
     """Attention of samples in the first dimension; with dropout, which the kernel draws, it is gathered."""
     if call["dropout_p"]:
         return None
-    placement, bias = call.placement, call.values.get("attn_mask", call.values.get("attn_bias"))
-    at = dict.fromkeys(("query", "key", "value"), placement)
+    placement, at = call.placement, everywhere(call, call.placement)
     for name in ("attn_mask", "attn_bias"):
-        if type(bias) is TensorLayout and name in call.values:
-            has_rows = len(bias.shape) == 4 and bias.shape[0] == placement.total * placement.outer
-            at[name] = placement if has_rows else None  # type: ignore[assignment]
-            if len(bias.shape) == 4 and bias.shape[0] != 1 and not has_rows:
+        bias = call.values.get(name)
+        if type(bias) is TensorLayout and (len(bias.shape) != 4 or bias.shape[0] != placement.total * placement.outer):
+            if len(bias.shape) == 4 and bias.shape[0] != 1:
                 return None
-    return Way(at=at, results=(placement, placement, *[None] * 12))
-
-
-@rule_of_rows("_scaled_dot_product_flash_attention_for_cpu_backward", first=True)
-def _attention_backward(call: RuleCall) -> Way | None:
-    if call["dropout_p"]:
-        return None
-    placement, bias = call.placement, call["attn_mask"]
-    at = everywhere(call, placement)
-    if type(bias) is TensorLayout and (len(bias.shape) != 4 or bias.shape[0] != placement.total * placement.outer):
-        if len(bias.shape) == 4 and bias.shape[0] != 1:
-            return None
-        at["attn_mask"] = None
-    return Way(at=at, results=(placement,) * 3)
+            at[name] = None
+    is_backward = call.name.endswith("_backward")
+    return Way(at=at, results=(placement,) * 3 if is_backward else (placement, placement, *[None] * 12))
 
 
 @procedure("_fused_sdp_choice")

@@ -39,15 +39,12 @@ class Lightning(Engine):
 
     def __init__(self, setup: EngineSetup) -> None:
         set_gpu_arithmetic(setup.plan.precision)
-        self._parts: Parts
-        if setup.plan.offload == "none":
-            from grappe.contrib.lightning.steps import Spread
+        kind = Parts
+        if setup.plan.offload != "none":
+            from grappe.contrib.lightning import offload
 
-            self._parts = Spread(setup)
-        else:
-            from grappe.contrib.lightning.offload import Offloaded
-
-            self._parts = Offloaded(setup)
+            kind = offload.Offloaded
+        self._parts = kind(setup)
         self.train_state = self._parts.train_state
 
     def train(self, batches: Iterator[Batch], after: After) -> None:
