@@ -156,10 +156,7 @@ def _backward(result: TensorLayout, operator: Any, arguments: Any, options: Any)
     slope = gain * sums[1] * scale
     own = own - _along(gain * sums[0] - slope * saved, x) - x * _along(slope, x)
     terms = (layout_of(each.shape, each.stride(), each.dtype, each.device, PARTIAL) for each in (of_weight, of_bias))
-    results = (
-        (own.to(x.dtype), result),
-        *zip((of_weight, of_bias), terms, strict=True),
-    )
+    results = ((own.to(x.dtype), result), *zip((of_weight, of_bias), terms, strict=True))
     return tuple(wrapped(*each) if needed else None for each, needed in zip(results, mask, strict=True))
 
 

@@ -237,7 +237,12 @@ class Exact:
         entry = entry if entry is not None else [None] * (len(self._parameters) + 1)
         flat = self._flat(entry, flag)
         if self._group is not None:
-            flat = tree_reduce(flat.to(self._wire), self._group).to(self._world.device)
+            # Each process receives one chunk from all, sums the chunk in the tree's order, and sends the sum to all:
+            # over a link go 2 n (W-1) / W numbers, as in a ring, and no process adds in its own order.
+            vector = flat.to(self._wire)
+            total = torch.empty_like(vector)
+            gather_into(total, tree_reduce_scatter(vector, self._group), self._group)
+            flat = total.to(self._world.device)
         flat += 0.0  # where one process skips an empty piece another adds zeros, and -0 + 0 is +0
         count = len(self._parameters)
         *gradients, loss, flags, reached = flat[: sum(self._sizes) + 2 + count].split([*self._sizes, 1, 1, count])
@@ -265,19 +270,8 @@ class Exact:
         return torch.cat([*(part.reshape(-1) for part in parts), loss, sent(notes, device), filler])
 
 
-def tree_reduce(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sums the processes' vectors [n], neighbours first: ((0+1)+(2+3))+…; W must divide n. Collective.
-
-    Each process receives one chunk from all, sums the chunk in the tree's order, and sends the sum to all: over a link
-    go 2 n (W-1) / W numbers, as in a ring, and no process adds in its own order.
-    """
-    total = torch.empty_like(vector)
-    gather_into(total, tree_reduce_scatter(vector, group), group)
-    return total
-
-
 def tree_reduce_scatter(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Computes this process's chunk [n / W] of the sum. Collective."""
+    """Sums this process's chunk [n / W] of all vectors [n], neighbours first: ((0+1)+(2+3))+…. Collective."""
     incoming = torch.empty_like(vector)
     dist.all_to_all_single(incoming, vector, group=group)
     return tree_sum(incoming.view(dist.get_world_size(group), -1))

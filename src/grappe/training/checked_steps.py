@@ -69,7 +69,7 @@ Figures = dict[tuple[str, tuple[int, ...]], tuple[float, float]]
 """Norm and probe (a sum with fixed weights) of a part of a gradient, by the parameter's name and the part's offset."""
 
 
-def can_be_checked(options: Options, plan: Plan, world: World, batches: loader.BatchLoader) -> bool:
+def can_be_checked(options: Options, plan: Plan, batches: loader.BatchLoader) -> bool:
     """Returns whether one of several processes can take a step alone, of samples that it reads again, and is to."""
     able = plan.parts > 1 and batches.stream is None and not plan.offload.startswith("nvme:")
     return able and not (options.no_check or options.steps_only)

@@ -129,7 +129,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 )
             check = (
                 CheckedSteps(task, plan, world, batches, carried, name=info.task, resident=baseline, example=example)
-                if can_be_checked(options, plan, world, batches)
+                if can_be_checked(options, plan, batches)
                 else None
             )
             hooks = [each for each in (noise, check) if each is not None]

@@ -35,15 +35,7 @@ from grappe.profiling import memory
 from grappe.profiling.chronometer import waits_counted
 from grappe.profiling.phases import CHECKPOINT, DATA, EVALUATION, FORWARD
 from grappe.rows.tensor import full
-from grappe.training.interception import (
-    Begin,
-    MainThread,
-    StepHandler,
-    alive,
-    intercepted,
-    parameters_of,
-    rows_of,
-)
+from grappe.training.interception import Begin, MainThread, StepHandler, alive, intercepted, parameters_of, rows_of
 from grappe.training.options import SAVE_SECONDS
 from grappe.training.own_loop_objects import KeptObjects
 from grappe.training.own_loop_run import LoopFolder, StepLog
