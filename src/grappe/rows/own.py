@@ -37,19 +37,14 @@ A rule returns the result of (function, arguments, options), or NotImplemented: 
 
 
 class OwnMemory:
-    """State that views of one memory share.
+    """State that views of one memory share."""
 
-    Args:
-        source: rows outside of the module that have this memory.
-    """
-
+    source: Any = None
+    """Rows outside of the module that have this memory."""
     is_lent = is_viewed = False
     """Whether rows, or rows within the module, that are a view of it exist."""
     is_written = is_followed = False
     """Whether it was written to as rows, of which this record of autograd knows nothing; then `source` has it."""
-
-    def __init__(self, source: Any = None) -> None:
-        self.source = source
 
 
 class OwnRows(Tensor):
@@ -91,6 +86,12 @@ class OwnRows(Tensor):
             )
         arguments, options = tree_map(as_rows, (arguments, options or {}))
         return operator(*arguments, **options)
+
+
+def _memory_of(source: Rows) -> OwnMemory:
+    made = OwnMemory()
+    made.source = source
+    return made
 
 
 def _wrap_own(local: Tensor, place: Placement, memory: OwnMemory) -> OwnRows:
@@ -135,7 +136,7 @@ def _take_over(value: OwnRows) -> None:
     """Takes over what rows of the same memory have become, of which views exist or that were written to."""
     if value._rows is None or value._memory.is_viewed:
         raise _no_rule("a write to rows of which a module has another view", "have the module keep a clone")
-    value._memory = OwnMemory(value._rows[0])
+    value._memory = _memory_of(value._rows[0])
     value._memory.is_followed = True
 
 
@@ -165,7 +166,7 @@ def as_own(value: Any) -> Any:
         return value
     # Under no_grad too: a part of what has a gradient may be asked for it.
     local = ToLocal.apply(value, place) if value.requires_grad else own_local(value)
-    made = _wrap_own(local, place, OwnMemory(value))
+    made = _wrap_own(local, place, _memory_of(value))
     made._rows = value, tensor_version(local)
     cell.lend(made._memory)
     return made

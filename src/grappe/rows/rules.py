@@ -680,7 +680,6 @@ def _attention(call: RuleCall) -> Way | None:
 @procedure("_fused_sdp_choice")
 def _sdp_choice(operator: Any, arguments: Any, options: Any) -> Any:
     """torch's choice of a kernel, which looks at shapes, types and whether gradients are needed."""
-
     if NOW.context.exchanges:
         drops = arguments[4] if len(arguments) > 4 else options.get("dropout_p", 0.0)
         if (kernel := choice_of_kernel(arguments[0], drops)) is not None:
