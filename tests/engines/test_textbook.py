@@ -107,10 +107,10 @@ def trained(
     setup.stop.flag = process.rank + 1.0
     with mock.patch.object(textbook, "ring_all_reduce", ALL_REDUCES[all_reduce]):
         engine = Textbook(setup)
-    before = {name: tensor.clone() for name, tensor in engine.export()}
+    before = {name: tensor.clone() for name, tensor in engine.train_state.export()}
     results = []
     engine.train(loader.batches(0, 3), lambda result: bool(results.append(result)))
-    after = {name: tensor.clone() for name, tensor in engine.export()}
+    after = {name: tensor.clone() for name, tensor in engine.train_state.export()}
     engine.close()
     world.leave()
     return before, after, [result.sums.read() for result in results]

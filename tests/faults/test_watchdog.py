@@ -58,7 +58,7 @@ import queue, sys
 from pathlib import Path
 from grappe.training import watchdog
 said = queue.Queue()
-watchdog.complain = lambda text, _: said.put(text)
+watchdog.complain = said.put
 idle = watchdog.IdleWatchdog(rank=0, size=int(sys.argv[1]), folder=Path.cwd(), limit=1.0)
 idle.start(3)
 try:

@@ -48,7 +48,7 @@ def train(
     norms = [float(result.norm) if result.norm is not None else None for result in results]
     held_out = evaluation_loader(task, dataset, plan, world)
     scores = engine.evaluate(held_out.batches(0, held_out.order.steps_per_epoch), held_out.order.length)
-    weights = {name: tensor.clone() for name, tensor in engine.export()}
+    weights = {name: tensor.clone() for name, tensor in engine.train_state.export()}
     ids = [result.batch.ids.tolist() for result in results]
     told = {"skipped": [result.skipped for result in results], "lr": [result.lr for result in results]}
     told["remarks"] = list(engine.remarks())

@@ -46,7 +46,6 @@ EQUAL = {
     ("rules", "(None, None) if call.name.endswith('_mean') else None", "always the first"): "for one result the first",
     ("rules", "(None, None) if call.name.endswith('_mean') else None", "always the second"): "None is for all results",
     ("rules", "at={'grad_output': placement}", "left out"): "rows lead, and are taken where they are",
-    ("rules", "at={'tensors': [None]", "left out"): "without leading rows, all is taken",
     ("plans", "if not empty:", "always"): "writes to no number",
     ("draws", "if local.numel():", "always"): "draws no number",
     ("layout", "size > 1", "another comparison"): "the stride of a dimension of one number",

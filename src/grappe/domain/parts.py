@@ -93,17 +93,12 @@ _pad = F.pad
 
 def _padded(input: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
     if mode == "circular" and type(input) is Rows:  # of torch's own, the gradient needs places in memory
-        return _circular(input, pad)
+        for at in range(0, len(pad), 2):
+            dim, (before, after) = input.dim() - 1 - at // 2, pad[at : at + 2]
+            ends = input.narrow(dim, input.shape[dim] - before, before), input, input.narrow(dim, 0, after)
+            input = torch.cat([each for each in ends if each.shape[dim]], dim)
+        return input
     return _pad(input, pad, mode, value)
-
-
-def _circular(value: Tensor, pads: Sequence[int]) -> Tensor:
-    for at in range(0, len(pads), 2):
-        dim, (before, after) = value.dim() - 1 - at // 2, pads[at : at + 2]
-        length = value.shape[dim]
-        ends = value.narrow(dim, length - before, before), value, value.narrow(dim, 0, after)
-        value = torch.cat([each for each in ends if each.shape[dim]], dim)
-    return value
 
 
 def take_terms(parameters: Iterator[nn.Parameter], domain: Domain) -> None:

@@ -6,15 +6,12 @@ import dataclasses
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar, final
-
-from torch import Tensor
+from typing import Any, ClassVar
 
 from grappe.checkpoint.weights import Weights
 from grappe.data.batch import Batch
 from grappe.engines.shared.carried import CarriedState
-from grappe.engines.shared.state import SavedState, State, TrainState
+from grappe.engines.shared.state import TrainState
 from grappe.launch.signals import StopSignal
 from grappe.launch.world import World
 from grappe.parallel.units import Blocks, blocks_for
@@ -101,26 +98,6 @@ class Engine(ABC):
     @abstractmethod
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         """Computes the scores over all data slices, `samples` in total; may be called inside `after`."""
-
-    @final
-    def state(self) -> State:
-        """Returns the state to save."""
-        return self.train_state.state()
-
-    @final
-    def restore(self, saved: SavedState) -> None:
-        """Restores a state that `state` returned, perhaps under another plan; before the first step."""
-        self.train_state.restore(saved)
-
-    @final
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields whole parameters and buffers on the CPU, one at a time; to be used on process 0."""
-        return self.train_state.export()
-
-    @final
-    def evaluated_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that its optimizer wants evaluated (an average, for example)."""
-        return self.train_state.evaluated_weights()
 
     def close(self) -> None:
         """Releases the engine's resources; no other method may be called afterwards."""

@@ -122,8 +122,13 @@ class Native(Engine):
                 try:
                     self._step_optimizer()
                 except (RuntimeError, NotImplementedError) as error:
-                    _explain_parts(self._optimizer, error)
-                    raise
+                    if not any(words in str(error) for words in OF_DTENSORS):
+                        raise
+                    optimizer, why = self._optimizer, sentence(error).splitlines()[0]
+                    raise TaskError(
+                        f"{type(optimizer).__name__} cannot step parameters of which each process holds a part "
+                        f"({why}): use replicate=, or another optimizer"
+                    ) from error
         if self._schedule is not None and not skipped:
             self._schedule.step()
         # As optimizer.zero_grad(), less the 8 microseconds that its profiling takes.
@@ -154,16 +159,7 @@ class Native(Engine):
 
 
 OF_DTENSORS = ("DTensor", "placement", "sharded tensor")
-
-
-def _explain_parts(optimizer: Optimizer, error: Exception) -> None:
-    """Raises TaskError where torch's DTensor has no rule for what an optimizer computes."""
-    if any(words in str(error) for words in OF_DTENSORS):
-        why = sentence(error).splitlines()[0]
-        raise TaskError(
-            f"{type(optimizer).__name__} cannot step parameters of which each process holds a part ({why}): use "
-            "replicate=, or another optimizer"
-        ) from error
+"""Words of torch where DTensor has no rule for what an optimizer computes."""
 
 
 # ---- The model, whole on this process or sharded -----------------------------------------------------------

@@ -22,14 +22,14 @@ from grappe.engines.base import EngineSetup
 from grappe.engines.shared.carried import nothing_changed
 from grappe.engines.shared.microbatch import MicrobatchRunner
 from grappe.engines.shared.state import ModelState, State, export, trained_parameters
-from grappe.errors import GrappeError, PlanError
+from grappe.errors import PlanError
 from grappe.errors.user_code import method_error
 from grappe.launch.fork import run_in_fork
 from grappe.parallel.activation_checkpointing import checkpoint_activations
 from grappe.parallel.batchnorm import buffers_agreed, buffers_restored
 from grappe.parallel.materialise import on_meta
 from grappe.parallel.parallelize import parallelize
-from grappe.parallel.pipeline.cut import Cut, check_units, cut_into_stages, pipeline_units
+from grappe.parallel.pipeline.cut import check_units, cut_into_stages, pipeline_units
 from grappe.parallel.pipeline.rules import stages_each
 from grappe.parallel.pipeline.schedules import Runner
 from grappe.parallel.pipeline.stage import Relay, Stage, StageGenerators, key_of, prune
@@ -83,7 +83,12 @@ class PipelinedGradients:
         """Leaves the global batch's gradient on each parameter; returns the step's (pending) sums. Collective."""
         plan = self._setup.plan
         micros = even(batch.microbatches, largest(plan, batch.samples))
-        if self._anybody(not self._model.relay.knows(micros[0])):
+        is_new = not self._model.relay.knows(micros[0])
+        if self._together:
+            flag = torch.tensor(float(is_new))
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._setup.world.control)
+            is_new = bool(flag)
+        if is_new:
             # Every stage must know its input's shapes before a schedule is made for them. Not by a loop, whose
             # variable would keep the output in memory during the step.
             watch = self._loss_runner.watch
@@ -134,14 +139,6 @@ class PipelinedGradients:
             return square.sqrt().to(stored_in(self._setup.plan))
         return gradient_norm(self._parameters, group)
 
-    def _anybody(self, flag_here: bool) -> bool:
-        """Returns whether the flag is set on any process that takes part in sending a new shape. Collective."""
-        if not self._together:
-            return flag_here
-        flag = torch.tensor(float(flag_here))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._setup.world.control)
-        return bool(flag)
-
     def _loss(self, output: Any, micro: Microbatch) -> Tensor:
         """Computes a microbatch's loss on the last stage: a scalar from which backward starts."""
         assert self._batch is not None
@@ -168,7 +165,9 @@ class StagedModel:
                 f"cannot run under pipeline={plan.pipeline}: no process has the whole model, and a parameter may be on "
                 "another process than the one it follows. Use shard=, which splits each parameter",
             )
-        _check_once(setup)
+        if setup.sample_inputs is not None:
+            example, kind = setup.sample_inputs, stored_in(plan)
+            world.first(lambda: run_in_fork(lambda: check_units(task, example, kind)))
         sketch = on_meta(task, stored_in(plan))
         parts = cut_into_stages(task, sketch, plan.pipeline * stages_each(plan), setup.sample_inputs)
         if any(isinstance(module, BatchNormBase) for module in sketch.modules()) and setup.samples:
@@ -179,9 +178,16 @@ class StagedModel:
         def keep(model: nn.Module, _: list[nn.Module]) -> list[tuple[Stage, list[nn.Module]]]:
             units = pipeline_units(task, model)
             checkpoint_activations(units, plan)
-            kept = _pruned(setup, model, units, parts)
-            self.stages += [stage for stage, _ in kept]
-            return kept
+            place = world.coordinates()["pipeline"][0]
+            kept = {
+                number: [units[unit] for unit in parts[number]] for number in range(place, len(parts), plan.pipeline)
+            }
+            own = [unit for several in kept.values() for unit in several]
+            prune(model, own, [unit for unit in units if unit not in own])
+            for number, several in kept.items():
+                precision = autocast(plan.precision, world.device)
+                self.stages.append(Stage(several, number, len(parts), precision, task.forward))
+            return [*zip(self.stages, kept.values(), strict=True)]
 
         self.module = parallelize(task, plan, world, setup.weights, keep)
         self.named = trained_parameters(self.module)
@@ -300,41 +306,6 @@ def _microbatches(batches: Iterator[Batch], waiting: deque[Batch]) -> Iterator[M
     for batch in batches:
         waiting.append(batch)
         yield from batch.microbatches
-
-
-def _check_once(setup: EngineSetup) -> None:
-    """Checks on process 0 that the units, in sequence, compute what the model computes. Collective.
-
-    Raises:
-        GrappeError: the units compute something else; raised on every process.
-    """
-    if setup.sample_inputs is None:
-        return
-    problem: GrappeError | None = None
-    if setup.world.rank == 0:
-        try:
-            run_in_fork(lambda: check_units(setup.task, setup.sample_inputs, stored_in(setup.plan)))
-        except GrappeError as error:
-            problem = error
-    problem = setup.world.share(problem)
-    if problem is not None:
-        raise problem
-
-
-def _pruned(
-    setup: EngineSetup, model: nn.Module, units: Sequence[nn.Module], parts: Cut
-) -> list[tuple[Stage, list[nn.Module]]]:
-    """Returns this process's stages, each with its units; removes the other processes' units from the model."""
-    plan, place = setup.plan, setup.world.coordinates()["pipeline"][0]
-    numbers = [number for number in range(len(parts)) if number % plan.pipeline == place]
-    kept = [(number, [units[unit] for unit in parts[number]]) for number in numbers]
-    own = [unit for _, several in kept for unit in several]
-    prune(model, own, [unit for unit in units if unit not in own])
-    device = setup.world.device
-    return [
-        (Stage(several, number, len(parts), autocast(plan.precision, device), setup.task.forward), several)
-        for number, several in kept
-    ]
 
 
 def _stand_in(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -68,25 +68,6 @@ def _warn_of_torch() -> None:
             complain(caution)
 
 
-def start_server(*, metrics: bool = True) -> None:
-    """Starts the server that processes are forked from, unless it runs: the server imports torch in the background.
-
-    Args:
-        metrics: whether the server imports torchmetrics too, which takes a second. Else each process that needs
-            torchmetrics imports it.
-    """
-    _start_server(*OF_TASKS, *["torchmetrics"] * metrics)
-
-
-def start_server_of_scripts(*libraries: str) -> None:
-    """Starts the server for a script for one process under `grappe launch`; without torch._dynamo, a second of imports.
-
-    Args:
-        libraries: modules that the script will import.
-    """
-    _start_server("grappe.verbs.launch.recorded", *libraries)
-
-
 def _check_temporary_folder() -> None:
     """Raises UsageError if TMPDIR is too long for the names of sockets: processes would hang without a message."""
     folder = os.environ.get("TMPDIR", "")
@@ -97,11 +78,17 @@ def _check_temporary_folder() -> None:
         )
 
 
-def _start_server(*modules: str) -> None:
+def start_server(*modules: str, metrics: bool = True) -> None:
+    """Starts the server that processes are forked from, unless it runs: the server imports torch in the background.
+
+    Args:
+        modules: what the server imports; none: what tasks need.
+        metrics: whether torchmetrics is among that, which takes a second. Else each process that needs it imports it.
+    """
     _check_temporary_folder()
     _warn_of_torch()
     multiprocessing.set_forkserver_preload(["grappe.launch.server", "grappe.launch.preload"])
-    os.environ[PRELOADED] = " ".join(modules)
+    os.environ[PRELOADED] = " ".join(modules or (*OF_TASKS, *["torchmetrics"] * metrics))
     try:
         # A signal to the whole group must not end the server either.
         with signals_blocked(), without_main(), sleeping_threads(), parent_pipe_in_environment():

@@ -42,7 +42,13 @@ def rank_from_environment(environment: Mapping[str, str] = os.environ) -> Proces
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _torchrun(environment)
-    return _srun(environment) if _in_slurm_step(environment) else None
+    # Whether srun started this process as part of a step is judged by SLURM_STEP_ID with SLURM_PROCID, never by the
+    # job's name: inside salloc or a batch shell one of the two is missing. A shell of `srun --pty` has both, but
+    # commands typed there are no part of the step.
+    step = environment.get("SLURM_STEP_ID", "")
+    names = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}
+    in_step = step.isdigit() and int(step) < INTERACTIVE_STEPS and names <= environment.keys()
+    return _srun(environment) if in_step and "SLURM_PTY_PORT" not in environment else None
 
 
 def is_main_process() -> bool:
@@ -101,30 +107,10 @@ def _srun(environment: Mapping[str, str]) -> ProcessRank | None:
 
 
 def _number(name: str, text: str, least: int, most: int = MOST_PROCESSES) -> int:
-    """Reads the text of a launcher's variable.
-
-    Raises:
-        UsageError: it is no number, or not within its bounds.
-    """
+    """Reads a launcher's variable; raises UsageError where it is no number, or not within its bounds."""
     if text.strip().isdecimal() and len(text) < DIGITS and least <= int(text) <= most:
         return int(text)
     raise UsageError(
         f"{name}={printable(text)}, which torchrun or srun sets, is not a number from {least} to {most}: unset RANK, "
         "WORLD_SIZE and SLURM_PROCID, or start grappe with its launcher"
-    )
-
-
-def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Returns whether srun started this process as part of a step.
-
-    Judged by SLURM_STEP_ID with SLURM_PROCID, never by the job's name: inside salloc or a batch shell one
-    of the two is missing. A shell of `srun --pty` has both, but commands typed there are no part of the step.
-    """
-    step = environment.get("SLURM_STEP_ID", "")
-    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-    return (
-        step.isdigit()
-        and int(step) < INTERACTIVE_STEPS
-        and all(name in environment for name in names)
-        and "SLURM_PTY_PORT" not in environment
     )

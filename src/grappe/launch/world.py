@@ -230,7 +230,7 @@ def join(plan: Plan, process: ProcessRank, rendezvous_folder: Path, timeout: tim
             return dist.group.WORLD
         return flatten_mesh(mesh[axes], name).get_group() if number > 1 else None
 
-    group = flattened(plan.data_parallel, ("replicate", "shard"), "data")
+    data_group = flattened(plan.data_parallel, ("replicate", "shard"), "data")
     domain = sharded = None
     if plan.domain > 1:
         from grappe.domain.parts import Domain
@@ -252,13 +252,23 @@ def join(plan: Plan, process: ProcessRank, rendezvous_folder: Path, timeout: tim
         mesh=mesh,
         data_rank=coordinate["replicate"] * plan.shard + coordinate["shard"],
         data_size=plan.data_parallel,
-        data_group=group,
+        data_group=data_group,
         domain=domain,
         sharded=sharded,
         control=cast("ProcessGroup", control),
         threads=threads,
     )
-    _authenticate_smaller_groups(world, backend, secret)
+    if secret:  # the other ends of each group's own connections; NCCL checks its own by its unique id
+        groups = [world.control]
+        if backend == "gloo":
+            groups += [mesh[axis].get_group() for axis, degree in zip(AXES, degrees, strict=True) if degree > 1]
+            groups += [world.data_group, world.gradient_group]
+            groups += [] if sharded is None else sharded.get_all_groups()
+        proven = [dist.group.WORLD]
+        for group in groups:
+            if group is not None and group not in proven:
+                rendezvous.authenticate(process, secret, group)
+                proven.append(group)
     if domain is not None:
         domain.enter(sharded=plan.uses_fsdp)
     return world
@@ -332,22 +342,3 @@ def processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _authenticate_smaller_groups(world: World, backend: str, secret: str) -> None:
-    """Checks the other ends of each group's own connections; NCCL checks its own by its unique id."""
-    import torch.distributed as dist
-
-    if not secret or world.mesh is None:
-        return
-    groups = [world.control]
-    if backend == "gloo":
-        degrees = zip(AXES, world.mesh.shape, strict=True)
-        groups += [world.mesh[axis].get_group() for axis, degree in degrees if degree > 1]
-        groups += [world.data_group, world.gradient_group]
-        groups += [] if world.sharded is None else world.sharded.get_all_groups()
-    proven = [dist.group.WORLD]
-    for group in groups:
-        if group is not None and group not in proven:
-            rendezvous.authenticate(world.process, secret, group)
-            proven.append(group)

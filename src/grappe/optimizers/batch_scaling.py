@@ -5,19 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    ConstantLR,
-    CosineAnnealingLR,
-    ExponentialLR,
-    LinearLR,
-    LRScheduler,
-    MultiplicativeLR,
-    MultiStepLR,
-    PolynomialLR,
-    StepLR,
-)
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler
 
 from grappe.errors import TaskError
 
@@ -26,14 +15,14 @@ LrScaling = Literal["none", "linear", "sqrt"]
 
 CHAINABLE = (
     ChainedScheduler,
-    ConstantLR,
-    CosineAnnealingLR,
-    ExponentialLR,
+    lr_scheduler.ConstantLR,
+    lr_scheduler.CosineAnnealingLR,
+    lr_scheduler.ExponentialLR,
     LinearLR,
-    MultiplicativeLR,
-    MultiStepLR,
-    PolynomialLR,
-    StepLR,
+    lr_scheduler.MultiplicativeLR,
+    lr_scheduler.MultiStepLR,
+    lr_scheduler.PolynomialLR,
+    lr_scheduler.StepLR,
 )
 """Schedules that modify the current rate; others compute it again at each step, whatever a warm-up did."""
 

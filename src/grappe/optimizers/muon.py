@@ -88,10 +88,13 @@ class Muon(GroupOptimizer):
         super().__init__(list(_split(params, rest, rest_lr)), defaults)
 
     def move(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        update = self._orthogonal if group["muon"] else self._adam
         for parameter in parameters:
             local_part(parameter).mul_(1 - group["lr"] * group["weight_decay"])
-            update(parameter, group)
+            if group["muon"]:
+                self._orthogonal(parameter, group)
+            else:
+                direction = adam_direction(parameter, self.state[parameter], group)
+                local_part(parameter).sub_(direction, alpha=group["lr"])
 
     def _orthogonal(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
         state, momentum = self.state[parameter], group["momentum"]
@@ -104,10 +107,6 @@ class Muon(GroupOptimizer):
         scale = SCALES[group["adjust_lr_fn"]](*matrix.shape)
         update = orthogonal(matrix, group["ns_steps"]).view(parameter.shape)
         local_part(parameter).sub_(_part(update, parameter), alpha=group["lr"] * scale)
-
-    def _adam(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        direction = adam_direction(parameter, self.state[parameter], group)
-        local_part(parameter).sub_(direction, alpha=group["lr"])
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:

@@ -149,7 +149,10 @@ class SelectiveMode(TorchDispatchMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _takes_long(func) or _draws(func, args):
+        # Attention that draws is repeated, so that the generator advances as before: dropout is its only number.
+        if not _takes_long(func) or (
+            ATTENTION in func.name() and any(isinstance(each, float) and each for each in args)
+        ):
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._next is not None:
             place, self._next = self._next, self._next + 1
@@ -170,12 +173,6 @@ class SelectiveMode(TorchDispatchMode):
 def _takes_long(operator: Any) -> bool:
     name = operator.name().removeprefix("aten::").partition(".")[0]
     return name in SAVED or name.startswith(ATTENTION)
-
-
-def _draws(operator: Any, arguments: Sequence[Any]) -> bool:
-    """Returns whether it is attention that draws, which is repeated, so that the generator advances as before."""
-    # Dropout is the only number among the arguments.
-    return ATTENTION in operator.name() and any(isinstance(value, float) and value for value in arguments)
 
 
 def _version(leaf: Any) -> int:

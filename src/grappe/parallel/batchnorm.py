@@ -182,14 +182,6 @@ def kept_buffers(module: nn.Module) -> Kept:
     ]
 
 
-@torch.no_grad()
-def put_back(kept: Kept) -> None:
-    """Restores the buffers' values, also where a forward has replaced the tensor."""
-    for module, name, buffer, values in kept:
-        _give_back(buffer, values)
-        module_buffers(module)[name] = buffer
-
-
 def _give_back(buffer: Tensor, values: Tensor) -> None:
     """Restores a buffer's values, and its shape, which torch's observers change in place."""
     if buffer.shape != values.shape:
@@ -217,7 +209,10 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        put_back(kept)
+        with torch.no_grad():
+            for module, name, buffer, values in kept:  # a forward may have replaced the tensor
+                _give_back(buffer, values)
+                module_buffers(module)[name] = buffer
 
 
 @contextlib.contextmanager

@@ -139,12 +139,9 @@ def give_memory(model: nn.Module, device: torch.device, *, offloaded: bool = Fal
     Args:
         offloaded: sharded parameters get it on the host: FSDP2 offloads none that were made elsewhere.
     """
-    sites: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for home in (module_parameters(module), module_buffers(module)):
-            for name, tensor in home.items():
-                if tensor is not None:
-                    sites.setdefault(id(tensor), []).append((module, name))
+    sites: dict[int, list[tuple[Any, str]]] = {}
+    for home, name in _places(model):
+        sites.setdefault(id(home[name]), []).append((home, name))
     # A module that stands in two places once: torch cannot replace a fake tensor that something refers to meanwhile.
     # Those within come first, as FSDP2 looks at a module's tensors when it is its turn.
     for module in reversed(list(model.modules())):
@@ -152,27 +149,21 @@ def give_memory(model: nn.Module, device: torch.device, *, offloaded: bool = Fal
             module.to(device)
         else:
             give_own_memory(module, torch.device("cpu") if offloaded else device)
-    if offloaded and device.type != "cpu":
-        _put_whole_tensors(model, device)
-    for first, *others in sites.values():
-        if not others:
-            continue
-        tensor = module_parameters(first[0]).get(first[1], module_buffers(first[0]).get(first[1]))
-        for module, name in others:
-            parameters = module_parameters(module)
-            home: dict[str, Any] = parameters if name in parameters else module_buffers(module)
-            home[name] = tensor
+    # What is not sharded goes to the device, without values: buffers, and parameters without a dimension.
+    for home, name in _places(model) if offloaded and device.type != "cpu" else ():
+        tensor = home[name]
+        if not is_dtensor(tensor):
+            made: Any = torch.empty_like(tensor, device=device)
+            home[name] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    for (first, key), *others in sites.values():
+        for home, name in others:
+            home[name] = first[key]
 
 
-def _put_whole_tensors(model: nn.Module, device: torch.device) -> None:
-    """Puts what is not sharded on `device`, without values: buffers, and parameters without a dimension."""
-    for module in model.modules():
-        for home in (module_parameters(module), module_buffers(module)):
-            for name, tensor in home.items():
-                if tensor is not None and not is_dtensor(tensor):
-                    made: Any = torch.empty_like(tensor, device=device)
-                    trained = isinstance(tensor, nn.Parameter)
-                    home[name] = nn.Parameter(made, tensor.requires_grad) if trained else made
+def _places(model: nn.Module) -> list[tuple[Any, str]]:
+    """Lists where a model's modules have tensors: a dictionary of parameters or buffers, and the name in it."""
+    homes = [home for module in model.modules() for home in (module_parameters(module), module_buffers(module))]
+    return [(home, name) for home in homes for name, tensor in home.items() if tensor is not None]
 
 
 def untied(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:

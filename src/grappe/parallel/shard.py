@@ -73,11 +73,7 @@ def _refuse(model: nn.Module) -> None:
 def _of_other_types(unit: nn.Module, apart: set[nn.Parameter]) -> list[nn.Module]:
     """Lists a unit's modules whose parameters are of another type than most: FSDP2 reduces one type at once.
 
-    Args:
-        apart: parameters that others gather.
-
-    Raises:
-        TaskError: a module has parameters of two types.
+    Parameters that are `apart` are gathered by others. A module with parameters of two types is refused.
     """
     own = {
         name: [each for each in module.parameters(recurse=False) if each.requires_grad and each not in apart]

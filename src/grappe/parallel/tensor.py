@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,11 +20,15 @@ from grappe.plan import Plan
 from grappe.private_api import transformers
 from grappe.task import Task
 
-COLUMNS = frozenset({"colwise"})
-ROWS = frozenset({"rowwise"})
-GATHERED_COLUMNS = frozenset({"colwise_gather_output", "colwise_rep"})
-SPLIT_ROWS = frozenset({"embedding_rowwise", "rowwise_split_input", "rowwise_rep"})
-"""transformers' words for how a module is split."""
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), lambda: ColwiseParallel(output_layouts=Replicate())),
+    **dict.fromkeys(
+        ("embedding_rowwise", "rowwise_split_input", "rowwise_rep"), lambda: RowwiseParallel(input_layouts=Replicate())
+    ),
+}
+"""By transformers' words for how a module is split."""
 
 
 class SplitOutputs(ParallelStyle):
@@ -163,22 +168,12 @@ def _styles(part: Any, plan: Plan, model: nn.Module, prefix: str) -> dict[str, P
     styles = {}
     for name, word in words.items():
         module = part.get_submodule(name)
-        style = _style(word) if isinstance(module, nn.Linear | nn.Embedding) else None
-        if style is None:
+        make = STYLES.get(word) if isinstance(module, nn.Linear | nn.Embedding) else None
+        if make is None:
             raise PlanError(
                 f"{where}: {prefix}{name}, of {type(module).__module__}.{type(module).__name__}, is split as "
                 f"'{word}' in transformers, which is not known here: give the task a tensor_plan(), or use shard="
             )
         if not any(id(parameter) in shared for parameter in module.parameters()):
-            styles[f"{prefix}{name}"] = style
+            styles[f"{prefix}{name}"] = make()
     return styles
-
-
-def _style(word: str) -> ParallelStyle | None:
-    if word in COLUMNS:
-        return ColwiseParallel()
-    if word in ROWS:
-        return RowwiseParallel()
-    if word in GATHERED_COLUMNS:
-        return ColwiseParallel(output_layouts=Replicate())
-    return RowwiseParallel(input_layouts=Replicate()) if word in SPLIT_ROWS else None

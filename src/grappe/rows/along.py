@@ -9,30 +9,26 @@ import torch
 from torch import Tensor
 
 from grappe.rows.context import NOW
-from grappe.rows.exchange import (
-    RowExchange,
-    every_row,
-    in_proportion,
-    intervals,
-    noted,
-    resized,
-    scattered,
-    sizes_of,
-)
+from grappe.rows.exchange import RowExchange, every_row, in_proportion, intervals, noted, resized, scattered, sizes_of
 from grappe.rows.layout import PARTIAL, Placement, TensorLayout, even
 from grappe.rows.messages import summed
-from grappe.rows.plans import RuleCall, Way, along
+from grappe.rows.plans import RuleCall, Way, along, along_by
 from grappe.rows.rules import aten
 
 CHOSEN, MOVED = "chosen rows", "moved rows"
 
 
-def _own_dimension(call: RuleCall, layout: Any, dim: int) -> Placement | None:
+def _own_dimension(layout: Any, dim: int) -> Placement | None:
     """Returns the placement of rows in this dimension, by themselves; None: they are elsewhere."""
     at = layout.placement if type(layout) is TensorLayout else None
     if type(at) is not Placement or at.outer > 1 or dim % max(1, len(layout.shape)) != at.dim:
         return None
     return at
+
+
+def _along_dim(call: RuleCall) -> Placement | None:
+    """Returns the placement of the first argument's rows, if the call is along their dimension."""
+    return _own_dimension(call.first, call["dim"])
 
 
 # ---- Views -------------------------------------------------------------------------------------------------
@@ -58,47 +54,37 @@ def _pieces(at: Placement, lengths: list[int], drop: int | None = None) -> Way:
     return Way(operator=pieces, results=[place for _, place in several], copied=True)
 
 
-@along("slice")
-def _sliced(call: RuleCall) -> Way | None:
-    at = _own_dimension(call, call.first, call["dim"])
-    if at is None or call["step"] != 1:
-        return None
+@along_by("slice", _along_dim)
+def _sliced(call: RuleCall, at: Placement) -> Way | None:
     first, end, _ = slice(call["start"], call["end"]).indices(at.total)
-    if (first, end) == (0, at.total) or end <= first:
+    if call["step"] != 1 or (first, end) == (0, at.total) or end <= first:
         return None
     rows, place = _rows(at, first, end)
     return Way(operator=lambda local, *_: rows.brought(local).clone(), results=place, copied=True)
 
 
-@along("select")
-def _selected(call: RuleCall) -> Way | None:
-    at = _own_dimension(call, call.first, call["dim"])
-    if at is None:
-        return None
+@along_by("select", _along_dim)
+def _selected(call: RuleCall, at: Placement) -> Way:
     index = call["index"] % at.total
     rows, _ = _rows(at, index, index + 1)
     return Way(operator=lambda local, *_: rows.brought(local).squeeze(at.dim).clone(), copied=True)
 
 
-@along("split split_with_sizes unsafe_split unsafe_split_with_sizes")
-def _parted(call: RuleCall) -> Way | None:
-    at = _own_dimension(call, call.first, call["dim"])
-    if at is None:
-        return None
+@along_by("split split_with_sizes unsafe_split unsafe_split_with_sizes", _along_dim)
+def _parted(call: RuleCall, at: Placement) -> Way:
     size = call.values.get("split_size", call.values.get("split_sizes"))
     return _pieces(at, [min(size, at.total - a) for a in range(0, at.total, size)] if isinstance(size, int) else size)
 
 
-@along("unbind")
-def _unbound(call: RuleCall) -> Way | None:
-    at = _own_dimension(call, call.first, call["dim"])
-    return None if at is None else _pieces(at, [1] * at.total, drop=at.dim)
+@along_by("unbind", _along_dim)
+def _unbound(call: RuleCall, at: Placement) -> Way:
+    return _pieces(at, [1] * at.total, drop=at.dim)
 
 
 @along("slice_backward")
 def _slice_backward(call: RuleCall) -> Way | None:
     gradient, every = call["grad_output"], [*call["input_sizes"]]
-    source = _own_dimension(call, gradient, call["dim"])
+    source = _own_dimension(gradient, call["dim"])
     if source is None or call["step"] != 1 or every[source.dim] == source.total:
         return None
     sizes, first = sizes_of(every[source.dim]), call["start"] % every[source.dim]
@@ -196,12 +182,9 @@ def _rolled(call: RuleCall) -> Any:
 # ---- Softmax -----------------------------------------------------------------------------------------------
 
 
-@along("_softmax _log_softmax")
-def _softmax(call: RuleCall) -> Way | None:
-    at, dim = _own_dimension(call, call.first, call["dim"]), call["dim"]
-    if at is None:
-        return None
-    dtype = call.results.dtype
+@along_by("_softmax _log_softmax", _along_dim)
+def _softmax(call: RuleCall, at: Placement) -> Way:
+    dim, dtype = call["dim"], call.results.dtype
 
     def softmax(local: Tensor, *_: Any, **__: Any) -> Tensor:
         part = local.to(dtype)
@@ -215,7 +198,7 @@ def _softmax(call: RuleCall) -> Way | None:
 
 @along("_softmax_backward_data _log_softmax_backward_data")
 def _softmax_backward(call: RuleCall) -> Way | None:
-    at, dim = _own_dimension(call, call["output"], call["dim"]), call["dim"]
+    at, dim = _own_dimension(call["output"], call["dim"]), call["dim"]
     if at is None:
         at = call["output"].placement
         return Way(at={"grad_output": at, "output": at}, results=at) if type(at) is Placement else None

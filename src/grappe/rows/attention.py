@@ -10,7 +10,7 @@ from torch import Tensor
 from grappe.rows.context import NOW
 from grappe.rows.exchange import RowExchange, every_row, intervals, refused
 from grappe.rows.layout import Placement, TensorLayout
-from grappe.rows.plans import RuleCall, Way, along
+from grappe.rows.plans import RuleCall, Way, along_by
 from grappe.rows.tensor import Rows
 
 EFFICIENT = 2
@@ -73,20 +73,14 @@ def _places(how: _Attending, *of_queries: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@along("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention")
-def _attention(call: RuleCall) -> Way | None:
-    how = _attending(call)
-    if how is None:
-        return None
+@along_by("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention", _attending)
+def _attention(call: RuleCall, how: _Attending) -> Way:
     on_cpu, scale, operator, names = call.name.endswith("cpu"), call["scale"], call.operator, call.names
 
     def attended(queries: Tensor, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Any:
         named = dict(zip(names[3:], rest, strict=False)) | options
-        mask, fetched = (
-            named.get("attn_mask", named.get("attn_bias")),
-            (how.rows.brought(keys), how.rows.brought(values)),
-        )
-        mask = how.seen(mask, queries)
+        fetched = how.rows.brought(keys), how.rows.brought(values)
+        mask = how.seen(named.get("attn_mask", named.get("attn_bias")), queries)
         if on_cpu:
             return operator(queries, *fetched, 0.0, False, attn_mask=mask, scale=scale)
         mask = None if mask is None else mask.expand(*queries.shape[:3], mask.shape[-1])
@@ -97,11 +91,11 @@ def _attention(call: RuleCall) -> Way | None:
     return Way(at=_places(how), operator=attended, results=results)
 
 
-@along("_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_efficient_attention_backward")
-def _attention_backward(call: RuleCall) -> Way | None:
-    how = _attending(call)
-    if how is None:
-        return None
+_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_efficient_attention_backward"
+
+
+@along_by(_BACKWARD, _attending)
+def _attention_backward(call: RuleCall, how: _Attending) -> Way:
     on_cpu, scale, operator, names = "_for_cpu" in call.name, call["scale"], call.operator, call.names
 
     def gradients(grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Any:

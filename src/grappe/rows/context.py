@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -87,12 +88,10 @@ class RowsContext:
 
     def line(self) -> str:
         """Names the innermost line of the user's code that runs now; "backward" if none does."""
-        frame: Any = sys._getframe(1)
-        while frame is not None:
+        for frame, line in traceback.walk_stack(sys._getframe(1)):
             file = frame.f_code.co_filename
             if file.startswith(self.script_folder) if self.script_folder else is_users_file(file):
-                return f"{file.rpartition('/')[2]}:{frame.f_lineno}"
-            frame = frame.f_back
+                return f"{file.rpartition('/')[2]}:{line}"
         return "backward"
 
     def gathering(self, elapsed: float) -> str:
@@ -115,9 +114,4 @@ class _Active:
 
 
 NOW = _Active()
-"""Holds the active context; read in each operator, where a call of `current` would be felt."""
-
-
-def current() -> RowsContext:
-    """Returns the active context; without any, that of a process alone."""
-    return NOW.context
+"""Holds the active context; without any, that of a process alone."""

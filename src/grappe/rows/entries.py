@@ -73,14 +73,12 @@ def _with_rows(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_graphs(tensors: Any, sums: GradientSums) -> tuple[list[Any], list[Any]]:
     """Returns, for tensors whose gradients are asked for, those of torch's graph, and the twins that are in it."""
-    tensors = [made_of(each) for each in tensors]
-    found_twins = sums.twins(tensors)
-    return [_in_graph(each) if type(each) is OwnRows else each for each in tensors], found_twins
-
-
-def _in_graph(value: OwnRows) -> Tensor:
-    source = value._memory.source
-    return value._local if source is None else source
+    graph = [made_of(each) for each in tensors]
+    twins = sums.twins(graph)
+    for at, each in enumerate(graph):
+        if type(each) is OwnRows:
+            graph[at] = each._local if each._memory.source is None else each._memory.source
+    return graph, twins
 
 
 def _with_inputs(plain: Callable[..., None], sums: GradientSums) -> Callable[..., None]:

@@ -195,10 +195,10 @@ def apart(local: Tensor, placement: Placement) -> tuple[Tensor, int]:
     return local.unflatten(placement.dim, (placement.outer, -1)), placement.dim + 1
 
 
-def moved(local: Tensor, placement: Placement, sizes: tuple[int, ...], purpose: str = "moved rows") -> Tensor:
+def moved(local: Tensor, placement: Placement, sizes: tuple[int, ...]) -> Tensor:
     """Returns this process's part under other sizes of the parts."""
     rows, dim = apart(local, placement)
-    exchange = RowExchange(dim=dim, sizes=placement.sizes, want=tuple(intervals(sizes)), purpose=purpose)
+    exchange = RowExchange(dim=dim, sizes=placement.sizes, want=tuple(intervals(sizes)), purpose="moved rows")
     made = exchange.brought(rows)
     return made if placement.outer == 1 else made.flatten(dim - 1, dim)
 

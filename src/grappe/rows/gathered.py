@@ -14,7 +14,7 @@ from grappe.rows.context import NOW, GatheredAt
 from grappe.rows.exchange import refused
 from grappe.rows.layout import GHOST, PARTIAL, Placement, layout_of, overlaps
 from grappe.rows.messages import operator_that_runs, own_part
-from grappe.rows.tensor import Cell, Rows, embedded, full, own_memory, rows_of, wrapped, written
+from grappe.rows.tensor import Cell, Rows, embedded, full, own_memory, replayed, rows_of, wrapped, written
 
 REAL = {torch.ops.aten.view_as_real.default: lambda tensor: torch.view_as_real(tensor.resolve_conj())}
 """torch resolves a conjugate bit before it calls the operator; a wrapper shows none."""
@@ -42,11 +42,7 @@ def gathered(operator: Any, arguments: Any, options: Any) -> Any:
 
 
 def _of_whole_tensors(operator: Any, arguments: Any, options: Any, leaves: list[Rows]) -> Any:
-    """Returns terms of the gradients of what every process has whole: they are linear in a gradient that has rows.
-
-    Raises:
-        PlanError: the operator is another.
-    """
+    """Returns terms of the gradients of what every process has whole; refuses what is not linear in one with rows."""
     gradient = arguments[0] if arguments else None
     placed = [each for each in leaves if type(each._cell.layout.placement) is Placement]
     name = operator.overloadpacket.__name__
@@ -155,9 +151,7 @@ def write(value: Rows, new: Tensor) -> None:
         if overlaps(cell.layout):
             raise GrappeError(f"a write to a view whose places overlap ({NOW.context.line()}): write to a clone of it")
         base = full(root).clone()
-        made = base
-        for function in chain:
-            made = function(made)
+        made = replayed((base, chain))
         made.copy_(new)
         write(root, base)
         cell.local, cell.seen = made, cell.family.version  # type: ignore[union-attr]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -47,12 +49,10 @@ def gather(local: Tensor, placement: Placement) -> Tensor:
 
 def operator_that_runs() -> str:
     """Returns the name of the outermost operator that met rows and runs now."""
-    frame: Any = sys._getframe(1)
     name = "reading a tensor's numbers"
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code.co_name == "__torch_dispatch__" and "operator" in frame.f_locals:
             name = str(frame.f_locals["operator"]).removeprefix("aten.")
-        frame = frame.f_back
     return name
 
 
@@ -133,8 +133,6 @@ def _send(message: Callable[[], Any], size: int, purpose: str) -> None:
 
 def _lines_of_all(line: str) -> dict[int, str]:
     """Returns the line of each process that also failed, which they write into torch's store."""
-    from datetime import timedelta
-
     now, store = NOW.context, default_store()
     store.set(f"grappe/rows/astray/{now.rank}", f"{line} (message {now.messages})")
     lines = {}

@@ -12,17 +12,15 @@ from torch import Tensor
 from grappe.rows.gathered import write
 from grappe.rows.layout import PARTIAL, Placement, TensorLayout, layout_of
 from grappe.rows.messages import own_part, summed
-from grappe.rows.plans import RuleCall, Way, along, results_on_meta, rule
-from grappe.rows.rules import all_of, aten, everywhere
+from grappe.rows.plans import RuleCall, Way, along_by, results_on_meta, rule
+from grappe.rows.rules import all_of, aten, contiguous, everywhere, rule_of_rows
 from grappe.rows.tensor import Rows, full, own_local, own_of, wrapped
 
 # ---- Within each sample -------------------------------------------------------------------------------------
 
 
-@rule("native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward")
+@rule_of_rows("native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward")
 def _of_last_dimensions(call: RuleCall) -> Way | None:
-    if call.lead is None:
-        return all_of(call)
     placement = call.placement
     if len(call.lead.shape) != len(call["input"].shape):
         return None
@@ -34,13 +32,9 @@ def _of_last_dimensions(call: RuleCall) -> Way | None:
     return Way(at=at, results=(placement,) * (3 if "layer" in call.name else 2))
 
 
-@rule("native_group_norm native_group_norm_backward")
+@rule_of_rows("native_group_norm native_group_norm_backward", first=True)
 def _group_norm(call: RuleCall) -> Way | None:
-    if call.lead is None:
-        return all_of(call)
     placement = call.placement
-    if placement.dim:
-        return None
     at = everywhere(call, placement) | {"weight": None, **({"bias": None} if "bias" in call.values else {})}
     results = (placement, PARTIAL, PARTIAL) if call.name.endswith("_backward") else (placement,) * 3
     return Way(at=at, constants={"N": placement.outer * placement.rows}, results=results)
@@ -162,10 +156,7 @@ def _backward(result: TensorLayout, operator: Any, arguments: Any, options: Any)
     slope = gain * sums[1] * scale
     own = own - _along(gain * sums[0] - slope * saved, x) - x * _along(slope, x)
     terms = (layout_of(each.shape, each.stride(), each.dtype, each.device, PARTIAL) for each in (of_weight, of_bias))
-    results = (
-        (own.to(x.dtype), result),
-        *zip((of_weight, of_bias), terms, strict=True),
-    )
+    results = ((own.to(x.dtype), result), *zip((of_weight, of_bias), terms, strict=True))
     return tuple(wrapped(*each) if needed else None for each, needed in zip(results, mask, strict=True))
 
 
@@ -211,15 +202,8 @@ def _statistics(call: RuleCall) -> _Statistics | None:
     return _Statistics(at, dims, math.prod(shape[1 if groups else first :]) // (groups or 1), groups)
 
 
-def _whole_but(call: RuleCall, at: Placement) -> dict[str, Any]:
-    return {name: at if name in ("input", "grad_out") else None for name in everywhere(call, None)}
-
-
-@along("native_group_norm native_layer_norm")
-def _normalised(call: RuleCall) -> Way | None:
-    how = _statistics(call)
-    if how is None:
-        return None
+@along_by("native_group_norm native_layer_norm", _statistics)
+def _normalised(call: RuleCall, how: _Statistics) -> Way:
     names, shapes = call.names, [each.shape for each in call.results]
 
     def normalised(*arguments: Any) -> Any:
@@ -233,14 +217,11 @@ def _normalised(call: RuleCall) -> Way | None:
         made = (made if bias is None else made.add_(bias)).to(value.dtype)
         return made.view(named["input"].shape), mean.view(shapes[1]), scale.view(shapes[2])
 
-    return Way(at=_whole_but(call, how.at), operator=normalised, results=(how.at, None, None))
+    return Way(at=_samples_at(call, how.at), operator=normalised, results=(how.at, None, None))
 
 
-@along("native_group_norm_backward native_layer_norm_backward")
-def _normalised_backward(call: RuleCall) -> Way | None:
-    how = _statistics(call)
-    if how is None:
-        return None
+@along_by("native_group_norm_backward native_layer_norm_backward", _statistics)
+def _normalised_backward(call: RuleCall, how: _Statistics) -> Way:
     names, dtype = call.names, next((each.dtype for each in call.results[1:] if each is not None), None)
     affine = (call["C"],) if how.groups else ()
 
@@ -264,7 +245,7 @@ def _normalised_backward(call: RuleCall) -> Way | None:
         return of_value.to(own.dtype).view(own.shape), of_weight, of_bias
 
     of_affine = PARTIAL if how.groups else how.of_weights
-    return Way(at=_whole_but(call, how.at), operator=gradients, results=(how.at, of_affine, of_affine))
+    return Way(at=_samples_at(call, how.at), operator=gradients, results=(how.at, of_affine, of_affine))
 
 
 # ---- Losses ------------------------------------------------------------------------------------------------
@@ -272,14 +253,10 @@ def _normalised_backward(call: RuleCall) -> Way | None:
 NONE, MEAN, SUM = range(3)
 
 
-@rule("nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward")
+@rule_of_rows("nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward")
 def _nll(call: RuleCall) -> Any:
-    if call.lead is None:
-        return all_of(call)
-    led = [
-        each for each in (call["self"], call["target"], call.values.get("grad_output")) if type(each) is TensorLayout
-    ]
-    led = [each.placement for each in led if type(each.placement) is Placement]
+    tensors = (call["self"], call["target"], call.values.get("grad_output"))
+    led = [each for each in tensors if type(each) is TensorLayout and type(each.placement) is Placement]
     in_classes = call["self"].placement
     if not led or (type(in_classes) is Placement and in_classes.dim == 1) or len(call["self"].shape) < 2:
         return None
@@ -302,7 +279,7 @@ def _nll_forward(operator: Any, arguments: Any, options: Any) -> Any:
     own = own_of(value, of_value), own_of(target, placement)
     if reduction == NONE:
         made = operator(*own, weight, NONE, ignore)
-        return wrapped(made[0], _rows_like(made[0], target.shape, placement)), made[1]
+        return wrapped(made[0], contiguous(target.shape, made[0], placement)), made[1]
     if placement.rows:
         total, count = operator(*own, weight, SUM, ignore)
     else:
@@ -315,30 +292,23 @@ def _nll_forward(operator: Any, arguments: Any, options: Any) -> Any:
     return wrapped(total, layout_of(total.shape, (), total.dtype, total.device, PARTIAL)), count
 
 
-def _rows_like(local: Tensor, shape: Any, placement: Placement) -> TensorLayout:
-    stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
-    return layout_of(torch.Size(shape), stride, local.dtype, local.device, placement)
-
-
 def _nll_backward(operator: Any, arguments: Any, options: Any) -> Any:
     grad, value, target, weight, reduction, ignore, total = arguments
     of_value, placement = _class_rows(value, target, grad)
     grad = own_of(grad, placement) if reduction == NONE else full(grad)
     own = own_of(value, of_value)
     made = operator(grad, own, own_of(target, placement), full(weight), reduction, ignore, full(total))
-    return wrapped(made, _rows_like(made, value.shape, of_value))
+    return wrapped(made, contiguous(value.shape, made, of_value))
 
 
 _ELEMENTWISE = "mse_loss binary_cross_entropy smooth_l1_loss huber_loss soft_margin_loss"
 
 
-@rule(
+@rule_of_rows(
     f"{_ELEMENTWISE} binary_cross_entropy_with_logits {' '.join(f'{name}_backward' for name in _ELEMENTWISE.split())}"
 )
 def _elementwise_loss(call: RuleCall) -> Way | None:
     """Losses of each number: of own rows, weighted by their share."""
-    if call.lead is None:
-        return all_of(call)
     value, target, placement = call["self"], call["target"], call.placement
     if value.shape != target.shape or len(call.lead.shape) != len(value.shape) or not value.shape.numel():
         return None

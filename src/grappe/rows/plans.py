@@ -102,11 +102,6 @@ class RuleCall:
         return results_on_meta(self.operator, *self.arguments)
 
     @property
-    def has_parts(self) -> bool:
-        """Tells whether all processes have rows of the arguments that have any."""
-        return all(all(each.placement.sizes) for each in self.layouts if type(each.placement) is Placement)
-
-    @property
     def placement(self) -> Placement:
         """Placement of the leading rows."""
         return self.lead.placement
@@ -158,6 +153,11 @@ along = _registering(ALONG)
 procedure = _registering(PROCEDURES)
 
 
+def along_by(names: str, of: Callable[[RuleCall], Any]) -> Callable[[Callable[[RuleCall, Any], Any]], Rule]:
+    """Makes a decorator as `along`, for rules that also take what `of` returns of a call; None: no rule is for it."""
+    return lambda decide: along(names)(lambda call: None if (how := of(call)) is None else decide(call, how))
+
+
 def rule_of(operator: Any) -> Callable[..., Any]:
     """Returns what runs instead of an operator that is called for the first time."""
     for file in FILES:
@@ -172,17 +172,14 @@ def rule_of(operator: Any) -> Callable[..., Any]:
         if key in PROCEDURES:
             return _fallible(PROCEDURES[key])
         if key in TABLE or key in ALONG:
-            return _Planned(operator, TABLE.get(key, _without))
+            # Without a rule but one along the dimension of the rows, others are gathered.
+            return _Planned(operator, TABLE.get(key, lambda call: None))
     if torch.Tag.pointwise in operator.tags and not any(each.is_out for each in schema.arguments):
         return _Planned(operator, TABLE[ELEMENTWISE[schema.is_mutable]], by_type=True)
     return _decomposed(operator)
 
 
 RULES.rule_of = rule_of
-
-
-def _without(call: RuleCall) -> None:
-    """The rule of an operator that has one along the dimension of the rows alone."""
 
 
 def _decomposed(operator: Any) -> Callable[..., Any]:
@@ -280,7 +277,8 @@ class _Planned:
 
     def _way(self, call: RuleCall) -> Any:
         way = None
-        if NOW.context.exchanges and call.name in ALONG and call.has_parts and call.results is not None:
+        sizes = [each.placement.sizes for each in call.layouts if type(each.placement) is Placement]
+        if NOW.context.exchanges and call.name in ALONG and all(map(all, sizes)) and call.results is not None:
             try:
                 way = ALONG[call.name](call)
             except PlanError:
@@ -312,8 +310,10 @@ def _plan(call: RuleCall, way: Way, arguments: Any, options: Any) -> Callable[..
         if not isinstance(meta, Tensor):
             layouts.append(meta)
             continue
-        if type(placement) is Placement and not _fits(placement, meta.shape):
-            return None
+        if type(placement) is Placement:
+            dim, rows = placement.dim, placement.outer * placement.total
+            if dim >= len(meta.shape) or meta.shape[dim] != rows:
+                return None
         stride = dense_stride(meta.shape, meta.stride()) if way.copied else meta.stride()
         layouts.append(layout_of(meta.shape, stride, meta.dtype, torch.device(device), placement, shared))
     if way.view:
@@ -347,10 +347,6 @@ def _plan(call: RuleCall, way: Way, arguments: Any, options: Any) -> Callable[..
     return run
 
 
-def _fits(placement: Placement, shape: Any) -> bool:
-    return placement.dim < len(shape) and shape[placement.dim] == placement.outer * placement.total
-
-
 def blank(layout: Any, identity: float = 0) -> Any:
     """Returns the part of a process without rows: nothing, or the numbers that change no sum."""
     if type(layout) is not TensorLayout:
@@ -380,16 +376,12 @@ def results_on_meta(operator: Any, arguments: Any, options: Any) -> Any:
 
     try:
         with no_modes(), mode:
-            return _on_meta(operator, arguments, options, meta)
+            named = {name: meta(value) for name, value in options.items() if name != "pin_memory"}
+            if named.get("device") is not None:
+                named["device"] = torch.device("meta")
+            return operator(*map(meta, arguments), **named)
     except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
         return None
-
-
-def _on_meta(operator: Any, arguments: Any, options: Any, meta: Any) -> Any:
-    named = {name: meta(value) for name, value in options.items() if name != "pin_memory"}
-    if named.get("device") is not None:
-        named["device"] = torch.device("meta")
-    return operator(*[meta(each) for each in arguments], **named)
 
 
 _BY_DEVICE = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
@@ -397,10 +389,7 @@ _BY_DEVICE = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_bac
 
 
 def _takes(call: RuleCall, way: Way, arguments: Any, options: Any) -> tuple[list[Any], list[Any], bool]:
-    """Returns what takes an argument's own part, where that is another than the argument.
-
-    By position, and by name; and whether this process's part has no rows.
-    """
+    """Returns what takes arguments' own parts, by position and by name; and whether this process's have no rows."""
     takes, named, empty = [], [], type(way.results) is Placement and not way.results.rows
     for index, name in enumerate(call.names):
         is_named = index >= len(arguments)
@@ -413,17 +402,13 @@ def _takes(call: RuleCall, way: Way, arguments: Any, options: Any) -> tuple[list
         elif type(value) is TensorLayout or (type(value) is list and any(type(each) is TensorLayout for each in value)):
             tensors = options[name] if is_named else arguments[index]
             at = way.at.get(name, ...)
+            if at is ...:
+                usual = lambda each: call.aligned(each) if call.lead and type(each) is TensorLayout else None  # noqa: E731
+                at = [*map(usual, value)] if type(value) is list else usual(value)
+            places = at if type(value) is list else [at]
             if type(value) is TensorLayout:
-                at = (None if call.lead is None else call.aligned(value)) if at is ... else at
                 take = _take(value, at, type(tensors) is Rows)
-                places = [at]
             else:
-                places = at
-                if at is ...:
-                    places = [
-                        None if call.lead is None or type(each) is not TensorLayout else call.aligned(each)
-                        for each in value  # type: ignore[union-attr]
-                    ]
                 take = _of_list(
                     [
                         _take(layout, place, type(each) is Rows) if type(layout) is TensorLayout else None

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grappe.rows.layout import PARTIAL, Placement, dense_stride, layout_of
-from grappe.rows.tensor import Cell, fitted, full, own_of, rows_of
+from grappe.rows.layout import PARTIAL, Placement
+from grappe.rows.tensor import from_local, full, own_of
 
 
 class ToLocal(torch.autograd.Function):
@@ -30,14 +30,7 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, placement: Any, stride: Any = None) -> Any:
         ctx.placement = placement
-        shape = local.shape
-        if type(placement) is Placement:
-            total = placement.outer * placement.total
-            shape = torch.Size((*shape[: placement.dim], total, *shape[placement.dim + 1 :]))
-        # Contiguous: an own part of one row, or of none, does not tell how the rows lie in memory.
-        stride = dense_stride(shape, [0] * len(shape)) if stride is None else stride
-        layout = layout_of(shape, stride, local.dtype, local.device, placement)
-        return rows_of(Cell(fitted(local.detach(), layout), layout))
+        return from_local(local, placement, stride)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]

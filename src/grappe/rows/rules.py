@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from grappe.rows.context import NOW
 from grappe.rows.exchange import HALF
 from grappe.rows.layout import GHOST, PARTIAL, Placement, TensorLayout, is_dense, layout_of
 from grappe.rows.messages import own_part, summed
-from grappe.rows.plans import AS_IS, FIRST, RuleCall, Unalike, Way, procedure, rule
+from grappe.rows.plans import AS_IS, FIRST, Rule, RuleCall, Unalike, Way, procedure, rule
 from grappe.rows.tensor import Rows, full, own_local, own_memory, own_of, rows_of, wrapped, written
 
 aten = torch.ops.aten
@@ -43,7 +45,27 @@ def pointwise(call: RuleCall) -> Way | None:
 
 def all_of(call: RuleCall) -> Way:
     """Every process computes from all rows, or from sums."""
-    return Way(at={name: None for name, value in call.values.items() if type(value) is TensorLayout})
+    return Way(at=everywhere(call, None))
+
+
+def everywhere(call: RuleCall, placement: Any) -> dict[str, Any]:
+    """Returns one placement for all tensors of a call, by argument."""
+    return {name: placement for name, value in call.values.items() if type(value) is TensorLayout}
+
+
+def rule_of_rows(names: str, *, first: bool = False) -> Callable[[Rule], Rule]:
+    """Makes a decorator as `rule`, for calls with rows; of others every process computes from all.
+
+    Args:
+        first: whether the rows must be in the first dimension; else the call is gathered.
+    """
+
+    def of_rows(decide: Rule, call: RuleCall) -> Any:
+        if call.lead is None:
+            return all_of(call)
+        return None if first and call.placement.dim else decide(call)
+
+    return lambda decide: rule(names)(functools.partial(of_rows, decide))
 
 
 _LINEAR = {
@@ -82,8 +104,7 @@ def _linear(call: RuleCall) -> dict[str, Any] | None:
 def in_place(call: RuleCall) -> Way | None:
     """Rows are written from rows; what every process has, from all rows."""
     target, name = call.first, call.names[0]
-    others = {key: None for key, value in call.values.items() if type(value) is TensorLayout}
-    placement = target.placement
+    others, placement = everywhere(call, None), target.placement
     if placement is GHOST or any(type(each) is list for each in call.values.values()):
         return None
     if type(placement) is Placement:
@@ -135,15 +156,10 @@ def _new(call: RuleCall) -> Way:
     """New tensors of as many rows are rows, too."""
     first, size = call.first, call["size"]
     placement = first.placement
-    if (
-        type(placement) is not Placement
-        or len(size) <= placement.dim
-        or size[placement.dim] != first.shape[placement.dim]
-    ):
+    dim = placement.dim if type(placement) is Placement else len(size)
+    if dim >= len(size) or size[dim] != first.shape[dim]:
         return Way(at={call.names[0]: AS_IS})
-    stride = (
-        call["stride"] if call.name == "new_empty_strided" else [math.prod(size[at + 1 :]) for at in range(len(size))]
-    )
+    stride = call["stride"] if call.name == "new_empty_strided" else _contiguous_stride(size)
     layout = TensorLayout(torch.Size(size), tuple(stride), first.dtype, first.device, placement, False)
     constants = {"size": [*layout.local_shape]}
     if call.name == "new_empty_strided":
@@ -261,13 +277,11 @@ def _spread(call: RuleCall, dims: list[int], there: int, total: int) -> Way:
     return Way(results=(None, None) if call.name.endswith("_mean") else None, operator=own, after=of_all)
 
 
-@rule("index_add")
+@rule_of_rows("index_add")
 def _index_add(call: RuleCall) -> Way | None:
     """Rows that are added into a table are terms of it; or each row has its own table."""
     table, index, source = call["self"], call["index"], call["source"]
     placement, dim = source.placement, call["dim"] % max(1, len(table.shape))
-    if call.lead is None:
-        return all_of(call)
     if type(index.placement) is Placement and type(placement) is not Placement and source.shape:
         placement = index.placement._replace(dim=dim)
     if type(placement) is not Placement or len(index.shape) != 1 or len(source.shape) != len(table.shape):
@@ -301,12 +315,16 @@ def _taken(operator: Any, arguments: Any, options: Any) -> Any:
     layout = value._cell.layout
     placement = layout.placement
     made = aten.index_select.default(full(value), dim, own_part(full(index), placement._replace(dim=0)))
-    return wrapped(made, _contiguous(layout.shape, layout, placement))
+    return wrapped(made, contiguous(layout.shape, layout, placement))
 
 
-def _contiguous(shape: Any, like: TensorLayout, placement: Any) -> TensorLayout:
-    stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
-    return layout_of(torch.Size(shape), stride, like.dtype, like.device, placement)
+def _contiguous_stride(shape: Any) -> tuple[int, ...]:
+    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+
+
+def contiguous(shape: Any, like: Any, placement: Any) -> TensorLayout:
+    """Returns the layout of contiguous rows with the type and device of a tensor, or of a layout."""
+    return layout_of(torch.Size(shape), _contiguous_stride(shape), like.dtype, like.device, placement)
 
 
 @rule("index")
@@ -365,7 +383,7 @@ def _index_each_row(operator: Any, arguments: Any, options: Any) -> Any:
         return NotImplemented
     made = operator(own_local(value), own)
     shape = (placement.total, *made.shape[1:])
-    return wrapped(made, _contiguous(shape, value._cell.layout, placement))
+    return wrapped(made, contiguous(shape, value._cell.layout, placement))
 
 
 @procedure("index_put index_put_ _index_put_impl_ _unsafe_index_put")
@@ -438,15 +456,10 @@ def _view_backward(call: RuleCall) -> Way | None:
 # ---- Together ----------------------------------------------------------------------------------------------
 
 
-@rule("cat")
+@rule_of_rows("cat")
 def _cat(call: RuleCall) -> Way | None:
-    layouts = call["tensors"]
-    if call.lead is None:
-        return Way(at={"tensors": [None] * len(layouts)})
-    lead, placement = call.lead, call.placement
-    if any(
-        len(each.shape) != len(lead.shape) for each in layouts
-    ):  # an empty tensor of one dimension, which torch skips
+    layouts, lead, placement = call["tensors"], call.lead, call.placement
+    if any(len(each.shape) != len(lead.shape) for each in layouts):  # one is [0], which torch skips
         return None
     if call["dim"] % len(lead.shape) != placement.dim:
         if any(each.shape[placement.dim] != lead.shape[placement.dim] for each in layouts):
@@ -460,24 +473,18 @@ def _cat(call: RuleCall) -> Way | None:
     return Way(at={"tensors": places}, results=placement._replace(outer=sum(outers)))
 
 
-@rule("stack")
+@rule_of_rows("stack")
 def _stack(call: RuleCall) -> Way | None:
-    layouts = call["tensors"]
-    if call.lead is None:
-        return Way(at={"tensors": [None] * len(layouts)})
-    placement, lead = call.placement, call.lead
+    layouts, placement, lead = call["tensors"], call.placement, call.lead
     if any(each.shape != lead.shape for each in layouts):
         return None
     after = call["dim"] % (len(lead.shape) + 1) <= placement.dim
     return Way(at={"tensors": [placement] * len(layouts)}, results=placement._replace(dim=placement.dim + after))
 
 
-@rule("repeat")
+@rule_of_rows("repeat")
 def _repeat(call: RuleCall) -> Way | None:
-    value, repeats = call["self"], call["repeats"]
-    placement = value.placement
-    if type(placement) is not Placement:
-        return all_of(call)
+    value, repeats, placement = call["self"], call["repeats"], call.placement
     dim = placement.dim + len(repeats) - len(value.shape)
     return Way(at={"self": placement}, results=placement._replace(dim=dim, outer=placement.outer * repeats[dim]))
 
@@ -539,18 +546,15 @@ def _apart(operator: Any, arguments: Any, options: Any) -> Any:
     return made + (bias if beta == 1 else bias * beta)
 
 
-@rule("_cdist_forward _cdist_backward")
+@rule_of_rows("_cdist_forward _cdist_backward")
 def _cdist(call: RuleCall) -> Way | None:
     """Distances of x1's rows to all of x2, or of batches of both; a gradient is that of x1."""
-    x1, x2 = call["x1"], call["x2"]
-    placement = call.placement if call.lead is not None else None
-    if placement is None:
-        return all_of(call)
+    x1, x2, placement = call["x1"], call["x2"], call.placement
     if len(x1.shape) != len(x2.shape) or any(
         each is not x2 and len(each.shape) != len(x1.shape) for each in call.layouts
     ):
         return None
-    tensors = [name for name, value in call.values.items() if type(value) is TensorLayout]
+    tensors = [*everywhere(call, None)]
     if placement.dim < len(x1.shape) - 2:
         if any(call[name].shape[placement.dim] != x1.shape[placement.dim] for name in tensors):
             return None
@@ -570,20 +574,18 @@ def _cdist(call: RuleCall) -> Way | None:
 # ---- Samples -----------------------------------------------------------------------------------------------
 
 
-@rule("convolution")
+@rule_of_rows("convolution", first=True)
 def _convolution(call: RuleCall) -> Way | None:
     placement = call["input"].placement
-    if type(placement) is not Placement or placement.dim:
-        return None if call.lead is not None else all_of(call)
+    if type(placement) is not Placement:
+        return None
     return Way(at={"input": placement, "weight": None, "bias": None}, results=placement)
 
 
-@rule("convolution_backward")
+@rule_of_rows("convolution_backward", first=True)
 def _convolution_backward(call: RuleCall) -> Way | None:
-    if call.lead is None:
-        return all_of(call)
     placement = call.placement
-    if placement.dim or type(call["weight"].placement) is Placement:
+    if type(call["weight"].placement) is Placement:
         return None
     at = {"grad_output": placement, "input": placement, "weight": None}
     return Way(at=at, results=(placement, PARTIAL, PARTIAL))
@@ -612,99 +614,72 @@ _LEADING = {
 _LEADING_BY_NAME = {name: count for count, names in _LEADING.items() for name in names.split()}
 
 
-@rule(" ".join(_LEADING.values()))
+@rule_of_rows(" ".join(_LEADING.values()))
 def _leading(call: RuleCall) -> Way | None:
     """Operators on last dimensions: rows are in one of the others."""
-    if call.lead is None:
-        return all_of(call)
     placement, count = call.placement, len(call.lead.shape)
     if placement.dim >= count - _LEADING_BY_NAME[call.name] or any(len(each.shape) != count for each in call.layouts):
         return None
     return Way(results=placement)
 
 
-@rule("im2col col2im grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward")
+@rule_of_rows(
+    "im2col col2im grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward", first=True
+)
 def _samples(call: RuleCall) -> Way | None:
     """Operators on a batch of samples in the first dimension."""
-    if call.lead is None:
-        return all_of(call)
     batched = {"im2col": 4, "col2im": 3}.get(call.name, 4 + ("3d" in call.name))
-    if call.placement.dim or any(len(each.shape) != batched for each in call.layouts):
+    if any(len(each.shape) != batched for each in call.layouts):
         return None
     results = (call.placement,) * 2 if call.name.endswith("_backward") else call.placement
     return Way(at=everywhere(call, call.placement), results=results)
 
 
-def everywhere(call: RuleCall, placement: Any) -> dict[str, Any]:
-    """Returns one placement for all tensors of a call, by argument."""
-    return {name: placement for name, value in call.values.items() if type(value) is TensorLayout}
-
-
-@rule("constant_pad_nd")
+@rule_of_rows("constant_pad_nd")
 def _padded(call: RuleCall) -> Way | None:
     value = call.first
-    if type(value.placement) is not Placement:
-        return all_of(call)
     return Way(results=value.placement) if value.placement.dim < len(value.shape) - len(call["pad"]) // 2 else None
 
 
-@rule(
+@rule_of_rows(
     """
     upsample_nearest1d_backward upsample_linear1d_backward upsample_nearest2d_backward upsample_bilinear2d_backward
     upsample_bicubic2d_backward upsample_nearest3d_backward upsample_trilinear3d_backward
     _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward
-    """
+    """,
+    first=True,
 )
 def _upsample_backward(call: RuleCall) -> Way | None:
     grad = call.first
-    if type(grad.placement) is not Placement:
-        return all_of(call)
-    if grad.placement.dim:
-        return None
     return Way(constants={"input_size": [grad.local_shape[0], *call["input_size"][1:]]}, results=grad.placement)
 
 
-@rule(
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
-)
+_ATTENTION = """
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_flash_attention_for_cpu_backward
+"""
+
+
+@rule_of_rows(_ATTENTION, first=True)
 def _attention(call: RuleCall) -> Way | None:
     """Attention of samples in the first dimension; with dropout, which the kernel draws, it is gathered."""
-    if call.lead is None:
-        return all_of(call)
-    if call.placement.dim or call["dropout_p"]:
+    if call["dropout_p"]:
         return None
-    placement, bias = call.placement, call.values.get("attn_mask", call.values.get("attn_bias"))
-    at = dict.fromkeys(("query", "key", "value"), placement)
+    placement, at = call.placement, everywhere(call, call.placement)
     for name in ("attn_mask", "attn_bias"):
-        if type(bias) is TensorLayout and name in call.values:
-            at[name] = (
-                placement if len(bias.shape) == 4 and bias.shape[0] == placement.total * placement.outer else None  # type: ignore[assignment]
-            )
-            if len(bias.shape) == 4 and bias.shape[0] != 1 and at[name] is None:
+        bias = call.values.get(name)
+        if type(bias) is TensorLayout and (len(bias.shape) != 4 or bias.shape[0] != placement.total * placement.outer):
+            if len(bias.shape) == 4 and bias.shape[0] != 1:
                 return None
-    return Way(at=at, results=(placement, placement, *[None] * 12))
-
-
-@rule("_scaled_dot_product_flash_attention_for_cpu_backward")
-def _attention_backward(call: RuleCall) -> Way | None:
-    if call.lead is None:
-        return all_of(call)
-    if call.placement.dim or call["dropout_p"]:
-        return None
-    placement, bias = call.placement, call["attn_mask"]
-    at = everywhere(call, placement)
-    if type(bias) is TensorLayout and (len(bias.shape) != 4 or bias.shape[0] != placement.total * placement.outer):
-        if len(bias.shape) == 4 and bias.shape[0] != 1:
-            return None
-        at["attn_mask"] = None
-    return Way(at=at, results=(placement,) * 3)
+            at[name] = None
+    is_backward = call.name.endswith("_backward")
+    return Way(at=at, results=(placement,) * 3 if is_backward else (placement, placement, *[None] * 12))
 
 
 @procedure("_fused_sdp_choice")
 def _sdp_choice(operator: Any, arguments: Any, options: Any) -> Any:
     """torch's choice of a kernel, which looks at shapes, types and whether gradients are needed."""
-
     if NOW.context.exchanges:
         drops = arguments[4] if len(arguments) > 4 else options.get("dropout_p", 0.0)
         if (kernel := choice_of_kernel(arguments[0], drops)) is not None:
@@ -742,18 +717,8 @@ def _embedding_backward(call: RuleCall) -> Way | None:
     return Way(at=dict.fromkeys(("grad_output", "indices"), placement), results=PARTIAL)
 
 
-@rule("_thnn_fused_lstm_cell _thnn_fused_gru_cell")
+@rule_of_rows("_thnn_fused_lstm_cell _thnn_fused_gru_cell", first=True)
 def _cell_of_gpu(call: RuleCall) -> Way | None:
     """A step of a recurrent layer on a GPU."""
-    if call.lead is None:
-        return all_of(call)
-    if call.placement.dim:
-        return None
-    return Way(
-        at={
-            name: call.placement if len(each.shape) > 1 else None
-            for name, each in call.values.items()
-            if type(each) is TensorLayout
-        },
-        results=call.placement,
-    )
+    at = {name: call.placement if len(call[name].shape) > 1 else None for name in everywhere(call, None)}
+    return Way(at=at, results=call.placement)

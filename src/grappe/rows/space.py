@@ -17,14 +17,25 @@ from torch import Tensor
 from grappe.rows.context import NOW
 from grappe.rows.exchange import Interval, RowExchange, in_proportion, intervals, noted, refused, resized
 from grappe.rows.layout import PARTIAL, Placement, TensorLayout
-from grappe.rows.plans import RuleCall, Way, along
+from grappe.rows.plans import RuleCall, Way, along, along_by
 from grappe.rows.rules import aten
 
 HALOS = "halos"
 
 
-def _in_space(layout: Any, dims: int) -> Placement | None:
-    """Returns the placement of rows in one of the `dims` dimensions of space; None: they are elsewhere."""
+def _kind(call: RuleCall) -> tuple[bool, int]:
+    """Returns whether pooling takes the largest number, and the dimensions of space."""
+    return "max_pool" in call.name, 3 if "3d" in call.name else 2
+
+
+def _in_space(call: RuleCall) -> Placement | None:
+    """Returns the placement of the input's rows in one of the dimensions of space; None: they are elsewhere."""
+    if "weight" in call.values:
+        return _placed(call["input"], len(call["weight"].shape) - 2)
+    return _placed(call["self"], len(call["output_size"]) if "output_size" in call.values else _kind(call)[1])
+
+
+def _placed(layout: Any, dims: int) -> Placement | None:
     if type(layout) is not TensorLayout or type(layout.placement) is not Placement or len(layout.shape) != dims + 2:
         return None
     return layout.placement if layout.placement.dim >= 2 and layout.placement.outer == 1 else None
@@ -108,11 +119,8 @@ def _convolving(call: RuleCall, at: Placement) -> _Convolving:
     return _Convolving(Window(rows, (0, 0), at._replace(sizes=sizes)), arguments, (begin, number))
 
 
-@along("convolution")
-def _convolution(call: RuleCall) -> Way | None:
-    at = _in_space(call["input"], len(call["weight"].shape) - 2)
-    if at is None:
-        return None
+@along_by("convolution", _in_space)
+def _convolution(call: RuleCall, at: Placement) -> Way:
     window, arguments, crop = _convolving(call, at)
 
     def convolved(local: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
@@ -124,12 +132,8 @@ def _convolution(call: RuleCall) -> Way | None:
     return Way(at={"input": at, "weight": None, "bias": None}, operator=convolved, results=window.at)
 
 
-@along("convolution_backward")
-def _convolution_backward(call: RuleCall) -> Way | None:
-    dims = len(call["weight"].shape) - 2
-    at = _in_space(call["input"], dims)
-    if at is None:
-        return None
+@along_by("convolution_backward", _in_space)
+def _convolution_backward(call: RuleCall, at: Placement) -> Way:
     window, arguments, crop = _convolving(call, at)
     biases, mask = call["bias_sizes"], call["output_mask"]
 
@@ -155,11 +159,6 @@ def _convolution_backward(call: RuleCall) -> Way | None:
 # ---- Pooling -----------------------------------------------------------------------------------------------
 
 POOLING = "pooling with a last window that is not whole, or with padding that does not count"
-
-
-def _kind(call: RuleCall) -> tuple[bool, int]:
-    """Returns whether the largest number is taken, and the dimensions of space."""
-    return "max_pool" in call.name, 3 if "3d" in call.name else 2
 
 
 class _Pooling(NamedTuple):
@@ -189,11 +188,13 @@ def _pooling(call: RuleCall, at: Placement, largest: bool) -> _Pooling:
     return _Pooling(window, (kernels, steps, pads, *rest), -math.inf if largest else 0.0)
 
 
-@along("max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool3d")
-def _pool(call: RuleCall) -> Way | None:
-    largest, dims = _kind(call)
-    at = _in_space(call["self"], dims)
-    if at is None or not call["self"].dtype.is_floating_point:
+_POOLS = "max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool3d"
+
+
+@along_by(_POOLS, _in_space)
+def _pool(call: RuleCall, at: Placement) -> Way | None:
+    largest, _ = _kind(call)
+    if not call["self"].dtype.is_floating_point:
         return None
     window, arguments, fill = _pooling(call, at, largest)
     space, operator = call["self"].shape[2:], call.operator
@@ -217,14 +218,9 @@ def _of_space(indices: Tensor, own: Sequence[int], every: Sequence[int], window:
     return (indices // (before * inner) * after + indices // inner % before + shift) * inner + indices % inner
 
 
-@along(
-    "max_pool2d_with_indices_backward max_pool3d_with_indices_backward avg_pool2d_backward avg_pool3d_backward"
-)  # fmt: skip
-def _pool_backward(call: RuleCall) -> Way | None:
-    largest, dims = _kind(call)
-    at = _in_space(call["self"], dims)
-    if at is None:
-        return None
+@along_by(" ".join(f"{name}_backward" for name in _POOLS.split()), _in_space)
+def _pool_backward(call: RuleCall, at: Placement) -> Way:
+    largest, _ = _kind(call)
     window, arguments, _ = _pooling(call, at, largest)
     space, operator = call["self"].shape[2:], call.operator
     first, end = window.rows.want[NOW.context.rank]
@@ -242,13 +238,10 @@ def _pool_backward(call: RuleCall) -> Way | None:
 _ADAPTIVE = "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d"
 
 
-@along(f"{_ADAPTIVE} {' '.join(f'{name}_backward' for name in _ADAPTIVE.split())}")
-def _adaptive(call: RuleCall) -> Any:
+@along_by(f"{_ADAPTIVE} {' '.join(f'{name}_backward' for name in _ADAPTIVE.split())}", _in_space)
+def _adaptive(call: RuleCall, at: Placement) -> Any:
     """By windows, where they divide the rows."""
     value, is_backward, (largest, dims) = call["self"], call.name.endswith("_backward"), _kind(call)
-    at = _in_space(value, dims)
-    if at is None:
-        return None
     lengths = call["grad_output"].shape[2:] if is_backward else call["output_size"]
     if any(have % length for have, length in zip(value.shape[2:], lengths, strict=True)):
         raise refused(f"adaptive pooling of {at.total} rows to {lengths[at.dim - 2]}", "pool to 1, or by windows")
@@ -322,14 +315,10 @@ UPSAMPLES = (
 )
 
 
-@along(UPSAMPLES)
-def _interpolated(call: RuleCall) -> Way | None:
+@along_by(UPSAMPLES, _in_space)
+def _interpolated(call: RuleCall, at: Placement) -> Way:
     """torch interpolates the other dimensions; each row of the output lies between two rows."""
-    value, operator = call["self"], call.operator
-    at = _in_space(value, len(call["output_size"]))
-    if at is None:
-        return None
-    how = _interpolating(call, at)
+    how, operator = _interpolating(call, at), call.operator
 
     def interpolated(local: Tensor, *_: Any) -> Tensor:
         rows = how.window.rows.brought(local)
@@ -345,7 +334,7 @@ def _interpolated(call: RuleCall) -> Way | None:
 @along(" ".join(f"{name}_backward" for name in UPSAMPLES.split()))
 def _interpolated_backward(call: RuleCall) -> Way | None:
     gradient, every = call["grad_output"], call["input_size"]
-    out = _in_space(gradient, len(call["output_size"]))
+    out = _placed(gradient, len(call["output_size"]))
     if out is None or every[out.dim] < len(out.sizes):
         return None
     at = out._replace(sizes=in_proportion(out.sizes, every[out.dim]))

@@ -30,7 +30,7 @@ from grappe.private_api.torch import (
     wrapper_maker,
 )  # fmt: skip
 from grappe.rows.context import NOW
-from grappe.rows.exchange import apart, moved, refused, turned
+from grappe.rows.exchange import apart, moved, refused, resized, turned
 from grappe.rows.layout import GHOST, PARTIAL, Placement, TensorLayout, dense_stride, even, fitted, is_dense, layout_of
 from grappe.rows.messages import gather, own_part, summed
 
@@ -329,11 +329,16 @@ def split(plain: Tensor, dim: int = 0, *, shared: bool = False, sizes: tuple[int
     return rows_of(cell)
 
 
-def from_local(local: Tensor, placement: Placement) -> Rows:
-    """Returns this process's own rows as a tensor of all rows, which are gathered when they are asked for."""
-    dim, outer = placement.dim, placement.outer
-    shape = torch.Size((*local.shape[:dim], outer * placement.total, *local.shape[dim + 1 :]))
-    stride = dense_stride(shape, [0] * len(shape))
+def from_local(local: Tensor, placement: Any, stride: Any = None) -> Rows:
+    """Returns this process's own rows, or its term of a sum, as a tensor of all rows, gathered when they are read.
+
+    Args:
+        stride: of all rows; None: contiguous, as an own part of one row, or of none, does not tell how they lie.
+    """
+    shape = local.shape
+    if type(placement) is Placement:
+        shape = torch.Size(resized(shape, placement.dim, placement.outer * placement.total))
+    stride = dense_stride(shape, [0] * len(shape)) if stride is None else stride
     layout = layout_of(shape, stride, local.dtype, local.device, placement)
     return rows_of(Cell(fitted(local.detach(), layout), layout))
 
@@ -432,14 +437,11 @@ def _add_up(cell: Cell) -> None:
     for each in filter(None, (reference() for reference in family.terms)):
         local = each.local
         memory = torch.view_as_real(total) if root.is_complex() and not local.is_complex() else total
-        made = memory.as_strided(local.shape, local.stride(), local.storage_offset() - _offset(root, local))
+        first = root.storage_offset() * (root.element_size() // local.element_size())
+        made = memory.as_strided(local.shape, local.stride(), local.storage_offset() - first)  # type: ignore[operator]
         each.local = made.conj() if local.is_conj() else made
         each.layout = each.layout.placed(None)
     family.root, family.terms = None, []
-
-
-def _offset(root: Tensor, like: Tensor) -> int:
-    return root.storage_offset() * (root.element_size() // like.element_size())  # type: ignore[return-value]
 
 
 def settle(family: Any) -> None:

@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from grappe.rows.gathered import REAL
 from grappe.rows.layout import GHOST, PARTIAL, Placement
@@ -29,10 +28,8 @@ def _viewing(name: str, decide: Any) -> None:
         decided = decide(call, placement)
         if decided is None:
             return None
-        results, constants, *operator = decided
-        return Way(
-            at={first: placement}, constants=constants, results=results, view=True, operator=next(iter(operator), None)
-        )
+        results, constants, operator = (*decided, None)[:3]
+        return Way(at={first: placement}, constants=constants, results=results, view=True, operator=operator)
 
     TABLE[name] = run
 
@@ -41,7 +38,7 @@ def _viewed(call: RuleCall, placement: Placement) -> Any:
     if "dtype" in call.values:
         return (placement, {}) if placement.dim < len(call.first.shape) - 1 else None
     made = reshaped(call.first.local_shape, tuple(call["size"]), placement)
-    return None if made is None else (made[0], {"size": made[1]}, _by_size)
+    return None if made is None else (made[0], {"size": made[1]}, lambda local, size, *_: local.view(size))
 
 
 def reshaped(local_shape: Any, size: tuple[int, ...], placement: Placement) -> tuple[Placement, list[int]] | None:
@@ -78,10 +75,6 @@ def _reshaped(local_shape: Any, size: tuple[int, ...], placement: Placement) -> 
             continue
         return Placement(dim, tuple(each * after // behind for each in placement.sizes), before // ahead), shape
     return None
-
-
-def _by_size(local: Tensor, size: Any, *_: Any) -> Tensor:
-    return local.view(size)
 
 
 def _swapped(call: RuleCall, placement: Placement) -> Any:
@@ -171,14 +164,6 @@ def _other_dimension(call: RuleCall, placement: Placement) -> Any:
     return None if call["dimension"] % len(call.first.shape) == placement.dim else (placement, {})
 
 
-def _kept(call: RuleCall, placement: Placement) -> Any:
-    return placement, {}
-
-
-def _as_real(call: RuleCall, placement: Placement) -> Any:
-    return placement, {}, REAL[call.operator]
-
-
 for _names, _decide in {
     "view _unsafe_view": _viewed,
     "transpose t": _swapped,
@@ -192,8 +177,8 @@ for _names, _decide in {
     "unbind": _selected,
     "diagonal": _off_diagonal,
     "unfold": _other_dimension,
-    "_conj view_as_complex": _kept,
-    "view_as_real": _as_real,
+    "_conj view_as_complex": lambda _, placement: (placement, {}),
+    "view_as_real": lambda call, placement: (placement, {}, REAL[call.operator]),
 }.items():
     for _name in _names.split():
         _viewing(_name, _decide)

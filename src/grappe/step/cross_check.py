@@ -180,10 +180,8 @@ class CrossCheck:
         dist.recv(content, rank, group=self._world.control)
         index, micro, digest = unpacked(content.numpy().tobytes())
         device = self._world.device
-        return (
-            index,
-            tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Sent | Tensor) else leaf, micro),
-        ), digest
+        micro = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Sent | Tensor) else leaf, micro)
+        return (index, micro), digest
 
 
 @dataclasses.dataclass(frozen=True)

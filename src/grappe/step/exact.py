@@ -101,7 +101,14 @@ class Statistics:
 
     def combine(self, samples: int) -> None:
         """Updates the running statistics from all pieces of a step, one after the other. Collective."""
-        self._check_others()
+        now = dict(self._model.named_buffers()) if self._others else {}
+        for name, before in self._others.items():
+            if not torch.equal(now[name], before):
+                raise TaskError(
+                    f"exact={self._pieces.pieces}: the buffer '{name}' changes while the model trains, and only batch "
+                    "normalisation's statistics can be combined in order: leave exact out, or the buffer"
+                )
+        self._others = {}  # once, after the first step
         self._begin()
         if self._modules and (calls := self._agreed_calls()):
             sizes = [2 * module.num_features for module in calls]
@@ -147,17 +154,6 @@ class Statistics:
             self._calls = self._calls or self._agreed
         return self._agreed
 
-    def _check_others(self) -> None:
-        """Checks the other buffers once, after the first step."""
-        now = dict(self._model.named_buffers()) if self._others else {}
-        for name, before in self._others.items():
-            if not torch.equal(now[name], before):
-                raise TaskError(
-                    f"exact={self._pieces.pieces}: the buffer '{name}' changes while the model trains, and only batch "
-                    "normalisation's statistics can be combined in order: leave exact out, or the buffer"
-                )
-        self._others = {}
-
 
 class Exact:
     """Sums one optimizer step's gradients, piece by piece, for each parameter.
@@ -183,8 +179,11 @@ class Exact:
         self._sizes = [parameter.numel() for parameter in parameters]
         self._group = world.data_group
         self._wire = wire(world)
-        if world.device.type == "cuda":
-            _choose_deterministic_kernels()
+        if world.device.type == "cuda":  # whose fastest kernels may add in any order
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def piece(self, index: int, step: int, seed: int) -> Iterator[None]:
@@ -236,7 +235,12 @@ class Exact:
         entry = entry if entry is not None else [None] * (len(self._parameters) + 1)
         flat = self._flat(entry, flag)
         if self._group is not None:
-            flat = tree_reduce(flat.to(self._wire), self._group).to(self._world.device)
+            # Each process receives one chunk from all, sums the chunk in the tree's order, and sends the sum to all:
+            # over a link go 2 n (W-1) / W numbers, as in a ring, and no process adds in its own order.
+            vector = flat.to(self._wire)
+            total = torch.empty_like(vector)
+            gather_into(total, tree_reduce_scatter(vector, self._group), self._group)
+            flat = total.to(self._world.device)
         flat += 0.0  # where one process skips an empty piece another adds zeros, and -0 + 0 is +0
         count = len(self._parameters)
         *gradients, loss, flags, reached = flat[: sum(self._sizes) + 2 + count].split([*self._sizes, 1, 1, count])
@@ -264,19 +268,8 @@ class Exact:
         return torch.cat([*(part.reshape(-1) for part in parts), loss, sent(notes, device), filler])
 
 
-def tree_reduce(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sums the processes' vectors [n], neighbours first: ((0+1)+(2+3))+…; W must divide n. Collective.
-
-    Each process receives one chunk from all, sums the chunk in the tree's order, and sends the sum to all: over a link
-    go 2 n (W-1) / W numbers, as in a ring, and no process adds in its own order.
-    """
-    total = torch.empty_like(vector)
-    gather_into(total, tree_reduce_scatter(vector, group), group)
-    return total
-
-
 def tree_reduce_scatter(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Computes this process's chunk [n / W] of the sum. Collective."""
+    """Sums this process's chunk [n / W] of all vectors [n], neighbours first: ((0+1)+(2+3))+…. Collective."""
     incoming = torch.empty_like(vector)
     dist.all_to_all_single(incoming, vector, group=group)
     return tree_sum(incoming.view(dist.get_world_size(group), -1))
@@ -303,14 +296,6 @@ def _sum(left: list[Tensor | None] | None, right: list[Tensor | None] | None) ->
     if both:
         foreach_add_([a for a, _ in both], [b for _, b in both])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
-
-
-def _choose_deterministic_kernels() -> None:
-    """Chooses deterministic kernels, as CUDA's fastest kernels may add in any order."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:

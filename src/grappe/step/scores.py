@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -296,7 +297,8 @@ class Metrics:
                     values.append(torch.as_tensor(_number(self._task, name, fresh.compute()), dtype=torch.float64))
             if len(values) < len(cuts) or not torch.equal(values[0].nan_to_num(), values[1].nan_to_num()):
                 continue
-            parts = next((each for each in values[2:] if not _close(values[0], each)), None)
+            close = functools.partial(torch.allclose, values[0], rtol=1e-3, atol=1e-4, equal_nan=True)
+            parts = next((each for each in values[2:] if not close(each)), None)
             if parts is not None:
                 raise TaskError(
                     f"the metric '{name}' is {_few(values[0])} of {count} samples at once, and {_few(parts)} in "
@@ -386,10 +388,6 @@ def _number(task: Task, name: str, value: Any) -> float | list[float]:
     return value.item() if value.numel() == 1 else value.tolist()
 
 
-def _close(values: Tensor, others: Tensor) -> bool:
-    return torch.allclose(values, others, rtol=1e-3, atol=1e-4, equal_nan=True)
-
-
 def _few(values: Tensor) -> str:
     """Writes a metric's number, or the first ones of several."""
     return ", ".join(f"{value:.4g}" for value in values.reshape(-1)[:3].tolist())
@@ -438,7 +436,8 @@ class TrainingScores:
             self._sums[name] = self._sums.get(name, 0.0) + total.double()
         if self._metrics is not None:
             with torch.no_grad():
-                self._metrics.update(tree_map(lambda leaf: _rows(leaf, micro), output), _without_padding(micro))
+                output, targets = tree_map(lambda leaf: _rows(leaf, micro), (output, micro.targets))
+                self._metrics.update(output, micro._replace(targets=targets, padding=0))
 
     def copied(self) -> SliceSums:
         """Begins to copy the sums to the host, as they are now: no step waits for the copies."""
@@ -496,12 +495,6 @@ def _losses(slices: Sequence[SliceSums]) -> dict[str, Number]:
 
 def _named(scores: Mapping[str, Number]) -> dict[str, Number]:
     return {f"training_{name}": value for name, value in scores.items()}
-
-
-def _without_padding(micro: Microbatch) -> Microbatch:
-    if not micro.padding:
-        return micro
-    return micro._replace(targets=tree_map(lambda leaf: _rows(leaf, micro), micro.targets), padding=0)
 
 
 def _rows(leaf: Any, micro: Microbatch) -> Any:

@@ -167,7 +167,7 @@ class WholeBatchLosses:
                 gradients = self._gradients(values, leaves, batch, all_weights, scale)
             totals = self._totals(values, batch)
             named_totals = {name: self._totals(each, batch) for name, each in named.items()}
-        by_micro = _by_microbatch(gradients, leaves, micros, first=self._slices.has_first)
+        by_micro = _by_microbatch(gradients, leaves, micros, first=self._slices.layout(batch.samples).has_first)
         parts = []
         for number, micro in enumerate(micros):
             count = micro.weights[: micro.rows].sum() if isinstance(micro.weights, Tensor) else float(micro.rows)
@@ -206,11 +206,7 @@ class WholeBatchLosses:
     def _of_all(
         self, micros: Sequence[Microbatch], nested: Sequence[Any], what: str, *, training: bool = False
     ) -> tuple[Any, list[Tensor | None]]:
-        """Returns the global batch's tensors, and by leaf that tensor; None: the leaf has no gradient.
-
-        Args:
-            nested: by microbatch, tensors that nest alike.
-        """
+        """Returns the global batch's tensors, from those of each microbatch; and by leaf one that has a gradient."""
         flattened = [tree_flatten(each) for each in nested]
         everyone: list[Any] = []
         for leaves in zip(*(leaves for leaves, _ in flattened), strict=True):
@@ -351,11 +347,6 @@ class SharedRows:
     def shared(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which the processes share the rows."""
         return contextlib.nullcontext() if self._world.data_group is None else activate(self._context)
-
-    @property
-    def has_first(self) -> bool:
-        """Returns whether the global batch's first row is this process's."""
-        return self._layout.has_first
 
     def own_rows(self, rows: Tensor) -> Tensor:
         """Returns this slice's rows [b, ...] of `rows` [B, ...]."""

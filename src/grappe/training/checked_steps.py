@@ -69,7 +69,7 @@ Figures = dict[tuple[str, tuple[int, ...]], tuple[float, float]]
 """Norm and probe (a sum with fixed weights) of a part of a gradient, by the parameter's name and the part's offset."""
 
 
-def can_be_checked(options: Options, plan: Plan, world: World, batches: loader.BatchLoader) -> bool:
+def can_be_checked(options: Options, plan: Plan, batches: loader.BatchLoader) -> bool:
     """Returns whether one of several processes can take a step alone, of samples that it reads again, and is to."""
     able = plan.parts > 1 and batches.stream is None and not plan.offload.startswith("nvme:")
     return able and not (options.no_check or options.steps_only)
@@ -172,7 +172,7 @@ class CheckedSteps:
         with contextlib.suppress(Exception):  # of a task that cannot be copied
             self._before = self._task if self._world.rank else copy.deepcopy(self._task)
         self._settings = [settings(self._optimizer)] if self._optimizer is not None else []
-        exported = engine.export()
+        exported = engine.train_state.export()
         self._weights = {name: tensor.clone() for name, tensor in exported if not self._world.rank}
 
     def after(self, result: StepResult) -> str:
@@ -233,7 +233,9 @@ class CheckedSteps:
     ) -> str:
         """Returns the finding on a step; "" for a later one that is one process's."""
         which, whose = "its first step" if self._first else f"step {step + 1}", self._whose
-        needed = self._needed(weights)
+        # The bytes of a step on one process, from what this one's had at most.
+        of_step = max(0, sum(memory.peak(torch.device("cpu")).values()) - self._resident)
+        needed = 3 * sum(tensor.nbytes for tensor in weights.values()) + of_step * self.steps
         left = memory.free()
         too_large = f"not checked: one process might lack the memory for {which}" if self._first else ""
         if left is not None and needed > left / 2:
@@ -271,12 +273,6 @@ class CheckedSteps:
             return ""  # said of an earlier step
         with self._apart():
             return f"{which} is not {whose}: {what} differs by {gap:.1g}. {advice()}"
-
-    def _needed(self, weights: dict[str, Tensor]) -> int:
-        """Estimates the bytes of a step on one process from what this one's had at most."""
-        of_step = max(0, sum(memory.peak(torch.device("cpu")).values()) - self._resident)
-        own = sum(tensor.nbytes for tensor in weights.values())
-        return 3 * own + of_step * self.steps
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:

@@ -168,16 +168,9 @@ def parameters_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     return [each for each in {id(each): each for each in every}.values() if each.requires_grad]
 
 
-def modules_alive() -> list[nn.Module]:
-    """Returns all modules of the process: a script's models are in no place that is known."""
-    return alive(nn.Module)
-
-
-def buffers_alive() -> list[Tensor]:
-    """Returns the buffers of all modules of the process."""
-    return [buffer for module in modules_alive() for buffer in module.buffers(recurse=False)]
-
-
 def alive(kind: type[T]) -> list[T]:
-    """Returns all objects of a class; asks their types, as some objects warn when they are asked for their class."""
+    """Returns all objects of a class, such as a script's modules, which are in no place that is known.
+
+    It asks their types, as some objects warn when they are asked for their class.
+    """
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]

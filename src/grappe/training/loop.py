@@ -29,9 +29,10 @@ from grappe.data.batch import Batch
 from grappe.data.loader import BatchLoader
 from grappe.data.sampling import samples_seen
 from grappe.data.stream import POSITION, StreamBatches
-from grappe.engines.base import Engine, SavedState
+from grappe.engines.base import Engine
 from grappe.engines.shared.carried import CarriedState
 from grappe.engines.shared.microbatch import remarks_on_draws
+from grappe.engines.shared.state import SavedState
 from grappe.errors import DivergedError, GrappeError, RunError, TaskError
 from grappe.errors.remedies import OVERWRITTEN, remedy
 from grappe.errors.user_code import is_users, sentence
@@ -185,7 +186,7 @@ class Training:
             saved = SavedState(tensors=tensors, values=values.get("engine", {}), model_loaded=True)
             # The optimizer's state has a meaning only to the engine that saved it.
             same_engine = values.get("engine_name") == info.engine
-            self.engine.restore(saved if same_engine else saved.weights_only())
+            self.engine.train_state.restore(saved if same_engine else saved.weights_only())
             self.progress.restore(values)
             self.average.restore(tensors)
             self.carried.restore(tensors, self.world)
@@ -352,25 +353,22 @@ class Training:
         if alone:
             ids = [index for rank in of_them for index in rows[rank][2]]
             where = f", on process {', '.join(map(str, of_them))} of {world.size} alone (node {', '.join(nodes)})"
+        targets = tree_leaves([micro.targets for micro in batch.microbatches])
+        decimal = [leaf for leaf in targets if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        way_out = "Try a lower lr, clip=1, or look at those samples"
+        if overrides(self.task, "counts") and not all(leaf.isfinite().all() for leaf in decimal):
+            way_out = (
+                "Targets are not finite, and 0 x NaN is NaN, in the gradient too, where counts() is 0: write "
+                f"target = target.nan_to_num() in loss(){at(self.task, 'loss')}"
+            )
         shown = ", ".join(str(index) for index in ids[:16]) + (", …" if len(ids) > 16 else "")
         error = DivergedError(
             f"the loss is {record.loss} in epoch {record.epoch + 1}, step {record.step}{where} (sample ids {shown}). "
-            f"No checkpoint was overwritten: the last one is from an earlier step. {self._way_out(batch)}"
+            f"No checkpoint was overwritten: the last one is from an earlier step. {way_out}"
         )
         if alone and len(nodes) == 1 and len({row[1] for row in rows}) > 1:
             error.nodes = {nodes[0]: f"step {record.step}, loss {record.loss} of samples {shown} alone"}
         return error
-
-    def _way_out(self, batch: Batch) -> str:
-        """Says what to do about a loss that is no number."""
-        targets = tree_leaves([micro.targets for micro in batch.microbatches])
-        decimal = [leaf for leaf in targets if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if overrides(self.task, "counts") and not all(leaf.isfinite().all() for leaf in decimal):
-            return (
-                "Targets are not finite, and 0 x NaN is NaN, in the gradient too, where counts() is 0: write "
-                f"target = target.nan_to_num() in loss(){at(self.task, 'loss')}"
-            )
-        return "Try a lower lr, clip=1, or look at those samples"
 
     def _notify_watchers(self) -> None:
         """Passes to the watchers the steps that they have not seen."""
@@ -386,7 +384,7 @@ class Training:
         total, limit = order.steps_per_epoch, self.options.validation_batches
         taken = min(total, limit or total)
         batches = self.watchdog.counted(self.validation.batches(0, taken))
-        weights = self.engine.evaluated_weights()
+        weights = self.engine.train_state.evaluated_weights()
         began = time.perf_counter()
         with self.clock.during(phases.EVALUATION), weights, self.average.in_place():
             scores = self.engine.evaluate(batches, min(order.length, taken * order.batch_size))
@@ -407,11 +405,7 @@ class Training:
             self._stop = "stopped"
 
     def _rehearse_evaluation(self) -> None:
-        """Evaluates one batch and forgets it, so that an error of evaluation alone shows now. Collective.
-
-        Raises:
-            TaskError: something in the task fails in evaluation.
-        """
+        """Evaluates one batch and forgets it, so that a TaskError of evaluation alone comes now. Collective."""
         if not self._evaluates:
             return
         order = self.validation.order
@@ -453,7 +447,7 @@ class Training:
         with self.clock.during(phases.CHECKPOINT):
             if not hold:
                 self.watchers.call("saving", step)
-            state = self.engine.state()
+            state = self.engine.train_state.state()
             values: dict[str, Any] = {
                 "engine_name": info.engine,
                 "engine": dict(state.values),

@@ -74,18 +74,8 @@ class Options:
     """Only take steps, also beyond the task's epochs; no evaluation, no saving. For measurements."""
 
     def __post_init__(self) -> None:
-        at_least(
-            self,
-            1,
-            "evaluate_every",
-            "save_every",
-            "patience",
-            "steps",
-            "keep",
-            "profile_steps",
-            "profile_after",
-            "validation_batches",
-        )
+        counts = "evaluate_every save_every patience steps keep profile_steps profile_after validation_batches"
+        at_least(self, 1, *counts.split())
         at_least(self, 0, "restarts")
         for tag in self.tag:
             check_label("--tag", tag)

@@ -51,7 +51,7 @@ from grappe.training.own_loop_objects import KeptObjects
 from grappe.training.own_loop_run import LoopFolder
 from grappe.training.own_loop_steps import LoopBatches, LoopSteps
 from grappe.training.own_loop_world import PLAN, Joined, join_world
-from grappe.training.rows_step import CHECK_EVERY
+from grappe.training.rows_step import is_checked
 from grappe.training.watchers.base import Record
 
 SUPPORTED_KEYS = frozenset({
@@ -316,7 +316,13 @@ class Loop:
         sums: dict[str, Tensor] = {}
         samples = 0
         devices = [self.device] if self.device.type == "cuda" else []
-        with self.chronometer.during(EVALUATION), torch.random.fork_rng(devices), self._evaluating():
+        undo = contextlib.ExitStack()
+        for module in (module for pair in self._pairs for module in pair.model.modules()):
+            undo.callback(setattr, module, "training", module.training)
+        for model in (pair.model for pair in self._pairs):
+            undo.callback(reshard, model)  # without a backward, FSDP2 leaves parameters gathered
+            model.eval()
+        with self.chronometer.during(EVALUATION), torch.random.fork_rng(devices), undo, torch.no_grad():
             for batch, taken in source.batches(0, source.order.steps_per_epoch):
                 values = score(*taken) if isinstance(taken, tuple | list) else score(taken)
                 for name, value in (values if isinstance(values, Mapping) else {"loss": values}).items():
@@ -371,7 +377,7 @@ class Loop:
     def _end_step(self, batch: Batch, *, last: bool) -> bool:
         """Ends a step: its record, its checkpoint; returns whether the processes agreed to stop. Collective."""
         seconds = self.chronometer.end_step()
-        if self.world.size > 1 and (not self.step & (self.step - 1) or self.step % CHECK_EVERY == 0):
+        if self.world.size > 1 and is_checked(self.step):
             check_in_step()
         self._samples += batch.samples
         lr = float(self._pairs[0].optimizer.param_groups[0]["lr"]) if self._pairs else 0.0
@@ -391,21 +397,6 @@ class Loop:
                 "batches(): samples of a batch have different shapes, or types: give collate=, which makes a batch of "
                 "the list of all its samples"
             )
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        models = [pair.model for pair in self._pairs]
-        modes = {module: module.training for model in models for module in model.modules()}
-        for model in models:
-            model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-            for model in models if self.plan.uses_fsdp else ():
-                reshard(model)
 
     def _restore(self) -> None:
         """Puts back what the loop's body may have changed since the models were restored: kept objects, settings."""

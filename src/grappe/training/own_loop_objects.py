@@ -6,6 +6,7 @@ An object is kept by its `state_dict()`: tensors as tensors, all else as JSON.
 from __future__ import annotations
 
 import gc
+import types
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,8 +33,9 @@ NAMES = {LRScheduler: "schedule", AveragedModel: "average", torch.amp.GradScaler
 class KeptObjects:
     """Objects with `state_dict` and `load_state_dict`, by the names that the user gave them."""
 
-    def __init__(self) -> None:
+    def __init__(self, objects: Mapping[str, Any] | None = None) -> None:
         self._objects: dict[str, Any] = {}
+        self.add(objects or {})
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Keeps further objects.
@@ -43,7 +45,7 @@ class KeptObjects:
         """
         for name, kept in objects.items():
             if isinstance(kept, torch.Generator | np.random.Generator):
-                objects = {**objects, name: _GeneratorState(kept)}
+                objects = {**objects, name: _with_state_dict(kept)}
             elif not (hasattr(kept, "state_dict") and hasattr(kept, "load_state_dict")):
                 kind = type(kept).__name__
                 raise UsageError(f"keep({name}=…): a {kind} has no state_dict() and load_state_dict(): give it both")
@@ -93,19 +95,12 @@ class KeptObjects:
             )
 
 
-class _GeneratorState:
-    """A random generator of torch's or NumPy's, as an object with a state_dict."""
-
-    def __init__(self, generator: torch.Generator | np.random.Generator) -> None:
-        self._generator = generator
-
-    def state_dict(self) -> Any:
-        """Returns the state as a tensor."""
-        return {"state": state_of(self._generator)}
-
-    def load_state_dict(self, state: Any) -> None:
-        """Sets the generator to a state that it has returned."""
-        set_state_of(self._generator, state["state"].cpu())
+def _with_state_dict(generator: torch.Generator | np.random.Generator) -> Any:
+    """Returns an object that has a random generator's state as a state_dict."""
+    return types.SimpleNamespace(
+        state_dict=lambda: {"state": state_of(generator)},
+        load_state_dict=lambda state: set_state_of(generator, state["state"].cpu()),
+    )
 
 
 def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

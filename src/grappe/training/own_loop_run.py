@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-import types
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -186,7 +186,9 @@ class StepLog:
         self.chronometer.switch(BACKWARD)
         self._steps.backward(loss, run)
         if loss.numel() == 1:
-            value, line = own_term(loss, self._world.data_size).detach().double().reshape(()), _line()
+            callers = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(1)))
+            line = next((f"{file}:{number}" for file, number in callers if is_users_file(file)), "")
+            value = own_term(loss, self._world.data_size).detach().double().reshape(())
             before = self._terms.get(line) if line in self._fresh else None
             self._terms[line] = value if before is None else before + value
             self._fresh.add(line)
@@ -235,11 +237,3 @@ class StepLog:
         if self.folder is not None:
             self.folder.stepped(record, [] if losses is None else losses.tolist())
         return sums.tolist()
-
-
-def _line() -> str:
-    """Returns the innermost line of the script that runs now."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

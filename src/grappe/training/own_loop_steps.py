@@ -122,11 +122,12 @@ class LoopSteps(StepHandler):
             plan = dataclasses.replace(plan, loading="processes")  # threads share the generators that it may draw from
         samples = dataset if plain else one_by_one(dataset)
         source = make(task, samples, plan, world)
-        if world.data_size == 1:
-            return LoopLoader(source, self, own=True)
-        with self.spread.loading():
-            own = collate is None and _is_of_rows(source) if arrays is None else arrays.transform is not None
-        if own:
+        own = arrays is not None and arrays.transform is not None
+        if world.data_size > 1 and collate is None and arrays is None:  # own if each tensor has a row for each sample
+            with self.spread.loading():
+                rows, leaves = min(2, len(source.dataset)), tree_leaves(source.example_batch())  # type: ignore[arg-type]
+            own = all(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows for leaf in leaves)
+        if own or world.data_size == 1:
             return LoopLoader(source, self, own=True)
         world = dataclasses.replace(world, data_rank=0, data_size=1, data_group=None)
         source = make(task, samples, dataclasses.replace(plan, replicate=1, shard=1), world)
@@ -189,10 +190,3 @@ class LoopBatches(Task):
     def sampling(self, dataset: Any) -> Any:
         """Returns the call's `sampling=`."""
         return self.__dict__["drawn"]
-
-
-def _is_of_rows(source: BatchLoader) -> bool:
-    """Returns whether all parts of a batch are tensors with a row for each sample."""
-    rows = min(2, len(source.dataset))  # type: ignore[arg-type]
-    leaves = tree_leaves(source.example_batch())
-    return all(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows for leaf in leaves)

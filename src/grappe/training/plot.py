@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,9 @@ def _panel(name: str, lines: Mapping[str, Points], left: int) -> str:
     others = iter(COLOURS[1:])
     for label, line in lines.items():
         colour = COLOURS[0] if label == TRAINING else next(others)
-        drawn = [(x(step), y(scaled(value))) for step, value in _means(line)]
+        size = -(-len(line) // DETAIL)  # at most DETAIL points are drawn: the means of as many pieces
+        pieces = [line[first : first + size] for first in range(0, len(line), size)]
+        drawn = [(x(part[-1][0]), y(scaled(sum(value for _, value in part) / len(part)))) for part in pieces]
         corners = " ".join(f"{across},{down}" for across, down in drawn)
         parts.append(f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         if len(drawn) <= MARKED:
@@ -133,10 +135,3 @@ def _ticks(low: float, high: float, *, integers: bool = False) -> list[float]:
     size = next(part * power for part in (1, 2, 5, 10) if part * power >= rough)
     size = max(size, 1.0) if integers else size
     return [number * size for number in range(math.ceil(low / size), math.floor(high / size) + 1)]
-
-
-def _means(line: Sequence[tuple[float, float]]) -> Points:
-    """Returns at most DETAIL points: the means of as many pieces."""
-    size = -(-len(line) // DETAIL)
-    pieces = (line[at : at + size] for at in range(0, len(line), size))
-    return [(piece[-1][0], sum(value for _, value in piece) / len(piece)) for piece in pieces]

@@ -18,10 +18,7 @@ def random_state(generator: torch.Generator | None = None) -> dict[str, Tensor]:
     """Returns the state of torch's, Python's and NumPy's generators, and that of a loader's own, as tensors."""
     version, internal, gauss = random.getstate()
     numpys = np.random.get_state(legacy=False)
-    state = {
-        "torch": torch.get_rng_state(),
-        "others": as_tensor([[version, list(internal), gauss], numpys]),
-    }
+    state = {"torch": torch.get_rng_state(), "others": as_tensor([[version, list(internal), gauss], numpys])}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if generator is not None:
@@ -65,17 +62,11 @@ def set_state_of(generator: torch.Generator | np.random.Generator, state: Tensor
 
 def as_tensor(value: Any) -> Tensor:
     """Returns JSON as bytes."""
-    return torch.frombuffer(bytearray(json.dumps(value, default=_array).encode()), dtype=torch.uint8)
+    text = json.dumps(value, default=lambda array: {"array": array.tolist(), "type": array.dtype.str})
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def from_tensor(tensor: Tensor) -> Any:
     """Returns the value of `as_tensor`."""
-    return json.loads(bytes(tensor.tolist()), object_hook=_unpacked)
-
-
-def _unpacked(value: dict[str, Any]) -> Any:
-    return np.array(value["array"], value["type"]) if "array" in value else value
-
-
-def _array(value: np.ndarray) -> dict[str, Any]:
-    return {"array": value.tolist(), "type": value.dtype.str}
+    unpacked = lambda value: np.array(value["array"], value["type"]) if "array" in value else value  # noqa: E731
+    return json.loads(bytes(tensor.tolist()), object_hook=unpacked)

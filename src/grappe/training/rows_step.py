@@ -62,6 +62,11 @@ def rows_context(world: World, folder: Path) -> RowsContext:
     return RowsContext(rank=world.data_rank, size=world.data_size, group=group, script_folder=f"{folder.absolute()}/")
 
 
+def is_checked(step: int) -> bool:
+    """Returns whether the processes compare what they have after a step."""
+    return step % CHECK_EVERY == 0 or step & (step - 1) == 0
+
+
 class SpreadSteps(StepHandler):
     """Handles a script's steps on one of several processes; on one, it applies the plan's keys."""
 
@@ -182,19 +187,16 @@ class SpreadSteps(StepHandler):
                 is_derived = transforms_active() or torch.jit.is_tracing()
                 if self._several and not (is_derived or isinstance(module, LossBase)):
                     arguments, options = self._arguments(module, arguments, options)
-                    if self._runs_own(module):
+                    if module not in self._trainable:
+                        self._trainable[module] = next(module.parameters(), None) is not None
+                    # Whether functions within it run on own rows is a matter of speed alone.
+                    if self._trainable[module] and not self._keys.plan.uses_fsdp and not is_observed():
                         return with_own_rows(functools.partial(plain, module), arguments, options)
                 return plain(module, *arguments, **options)
             finally:
                 self._depth -= 1
 
         return call
-
-    def _runs_own(self, module: nn.Module) -> bool:
-        """Tells whether functions within a module run on own rows. It is a matter of speed alone."""
-        if module not in self._trainable:
-            self._trainable[module] = next(module.parameters(), None) is not None
-        return self._trainable[module] and not self._keys.plan.uses_fsdp and not is_observed()
 
     def _arguments(self, module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any]:
         leaves = [each for each in tree_leaves((arguments, options)) if isinstance(each, Tensor)]
@@ -224,13 +226,9 @@ class SpreadSteps(StepHandler):
 
     def _note(self, batch: Tensor) -> None:
         """Notes the numbers of a tensor that is split, which must be the same on all processes."""
-        if self._is_due(self.steps + 1) and not self.replaying:
+        if is_checked(self.steps + 1) and not self.replaying:
             numbers = batch.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
             self._batches.append((self._context.line(), zlib.crc32(numbers.view(torch.uint8).numpy().tobytes())))
-
-    @staticmethod
-    def _is_due(step: int) -> bool:
-        return step % CHECK_EVERY == 0 or step & (step - 1) == 0
 
     def _uncompiled(self, _: Callable[..., Any]) -> Callable[..., Any]:
         """Stands for torch.compile, which would trace the local part of an operator's rule."""
@@ -317,17 +315,13 @@ class SpreadSteps(StepHandler):
                 statistics, (flat / self._world.data_size).split([each.numel() for each in statistics]), strict=True
             ):
                 each.copy_(mean.view(each.shape))
-        if self._is_due(self.steps):
+        if is_checked(self.steps):
             self._check_weights()
         if self.steps == REPORTED:
             self._report()
 
     def _check_batches(self) -> None:
-        """Compares what the processes have split since the last backward. Collective.
-
-        Raises:
-            DivergedError: it differs: each would have learned from rows of another batch.
-        """
+        """Raises DivergedError where the processes have split other batches since the last backward. Collective."""
         if not self._batches:
             return
         batches, self._batches = self._batches, []
@@ -341,11 +335,7 @@ class SpreadSteps(StepHandler):
                     )
 
     def _check_weights(self) -> None:
-        """Compares the processes' weights. Collective.
-
-        Raises:
-            DivergedError: they differ.
-        """
+        """Raises DivergedError where the processes' weights differ. Collective."""
         if not self._several:
             return
         tensors = {(-1, number): each for number, each in enumerate(parameters_of(self._optimizers))}

@@ -46,18 +46,7 @@ DONE, FAILED = "done", "failed"
 ENDED_UNEXPECTEDLY = "ended unexpectedly"
 SAVED = ("finished", "stopped", "paused", "interrupted")
 """Endings after a save: run.json has its step then."""
-PARTS = (
-    "checkpoints",
-    "logs",
-    METRICS,
-    FAILED,
-    USAGE,
-    "samples",
-    "profile",
-    "tensorboard",
-    "wandb",
-    "mlflow",
-)
+PARTS = ("checkpoints", "logs", METRICS, FAILED, USAGE, "samples", "profile", "tensorboard", "wandb", "mlflow")
 """Folders of a run, and the files in it that a training appends to."""
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("task", "class", "plan", "data", "dataset", "sampling", "source", "device"), str),
@@ -82,11 +71,24 @@ class Run(Tabular):
     """
 
     def __init__(self, folder: Path | str) -> None:
-        self.folder = _of_name(Path(folder))
+        self.folder = folder = Path(folder)
+        if len(folder.parts) == 1 and not files.kind(folder):
+            named = []
+            for run in all_runs(RUNS):
+                with contextlib.suppress(RunError):
+                    named += [run.folder] if run.read_description().get("name") == str(folder) else []
+            if len(named) > 1:
+                raise RunError(
+                    f"{len(named)} runs have the name {folder}: give a folder: {', '.join(map(str, named[:3]))}"
+                )
+            self.folder = named[0] if named else folder
         refuse_package(self.folder)
         files.refuse_link(self.folder / DESCRIPTION)
         if not (self.folder / DESCRIPTION).is_file():
-            raise RunError(f"{self.folder} is not a run (no {DESCRIPTION}){_neighbours(self.folder)}")
+            runs = [run.folder for run in all_runs(self.folder.parent) or all_runs(RUNS)]
+            runs.sort(key=lambda run: (run / DESCRIPTION).lstat().st_mtime, reverse=True)
+            neighbours = f"; there is: {', '.join(map(str, runs[:3]))}{', …' if len(runs) > 3 else ''}" if runs else ""
+            raise RunError(f"{self.folder} is not a run (no {DESCRIPTION}){neighbours}")
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
@@ -364,16 +366,21 @@ class Run(Tabular):
             with contextlib.suppress(FileExistsError):  # a file in the folder's place is reported below
                 folder.parent.mkdir(parents=True, exist_ok=True)
             made.folder(folder)
-            _refuse_strangers(folder)
+            for name in files.names(folder):
+                kind = files.kind(folder / name)
+                if name == "logs" and kind == "link":
+                    files.refuse_link(folder / name)
+                # A job that was submitted has logs already, and its processes meet in the folder before there is a run.
+                if not ((name == "logs" and kind == "folder") or (RENDEZVOUS.fullmatch(name) and kind == "file")):
+                    raise RunError(f"{folder} holds {name} and is not a run: give an empty or a new folder")
             for name in ("checkpoints", "logs"):
                 made.folder(folder / name)
             _write_description(folder, description, new=True)
             made.described = True
             files.flush(folder.parent)
         except OSError as error:
-            if isinstance(error, FileExistsError) and cls.is_run(
-                folder
-            ):  # it belongs to another start now: nothing is taken back
+            # It belongs to another start now: nothing is taken back.
+            if isinstance(error, FileExistsError) and cls.is_run(folder):
                 raise RunError(
                     f"{folder} was begun by another process a moment ago: give another with --run, "
                     "or start again to go on with it when that process has ended"
@@ -428,6 +435,10 @@ def start_facts(world: World) -> dict[str, Any]:
 
     from grappe.launch.world import processor
 
+    # The size of this start: of a job, also the seconds that it waited, and nodes that idle.
+    numbers = {name: os.environ.get(f"GRAPPE_{name.upper()}", "") for name in ("waited", "idle_nodes", "start")}
+    of_job = {name: int(text) for name, text in numbers.items() if re.fullmatch("[0-9]{1,12}", text)}
+    nodes = max(1, world.size // world.process.local_size)
     return {
         "processes": world.size,
         "threads": world.threads,
@@ -439,16 +450,8 @@ def start_facts(world: World) -> dict[str, Any]:
         "restarts": 0,
         "status": "running",
         "id": secrets.token_hex(16),
-        "sizes": [_size(world)],
+        "sizes": [{"at": round(time.time()), "step": 0, "processes": world.size, "nodes": nodes, **of_job}],
     }
-
-
-def _size(world: World) -> dict[str, Any]:
-    """Returns the size of this start: of a job, also the seconds that it waited, and nodes that idle."""
-    numbers = {name: os.environ.get(f"GRAPPE_{name.upper()}", "") for name in ("waited", "idle_nodes", "start")}
-    of_job = {name: int(text) for name, text in numbers.items() if re.fullmatch("[0-9]{1,12}", text)}
-    nodes = max(1, world.size // world.process.local_size)
-    return {"at": round(time.time()), "step": 0, "processes": world.size, "nodes": nodes, **of_job}
 
 
 def restarted(before: Mapping[str, Any], now: Mapping[str, Any], step: int = 0) -> dict[str, Any]:
@@ -491,17 +494,6 @@ class Made:
             files.remove_empty(folder)
 
 
-def _refuse_strangers(folder: Path) -> None:
-    for name in files.names(folder):
-        kind = files.kind(folder / name)
-        # A job that was submitted has logs already, and its processes meet in the folder before there is a run.
-        expected = (name == "logs" and kind == "folder") or (RENDEZVOUS.fullmatch(name) and kind == "file")
-        if name == "logs" and kind == "link":
-            files.refuse_link(folder / name)
-        if not expected:
-            raise RunError(f"{folder} holds {name} and is not a run: give an empty or a new folder")
-
-
 def _write_description(folder: Path, description: dict[str, Any], *, new: bool = False) -> None:
     write_json(folder / DESCRIPTION, {**description, HASH: json_hash(description)}, new=new)
 
@@ -524,29 +516,6 @@ def all_runs(base: Path) -> list[Run]:
     return [Run(entry) for entry in sorted(base.iterdir()) if (entry / DESCRIPTION).is_file()]
 
 
-def _of_name(folder: Path) -> Path:
-    """Returns the folder of the only run in RUNS with a name; the argument, if it exists or is the name of none."""
-    if len(folder.parts) != 1 or files.kind(folder):
-        return folder
-    named = []
-    for run in all_runs(RUNS):
-        with contextlib.suppress(RunError):
-            if run.read_description().get("name") == str(folder):
-                named.append(run.folder)
-    if len(named) > 1:
-        raise RunError(f"{len(named)} runs have the name {folder}: give a folder: {', '.join(map(str, named[:3]))}")
-    return named[0] if named else folder
-
-
 def _value(record: Mapping[str, Any], name: str) -> float:
     """Returns a number of a record; NaN, which JSON does not have, where it has none."""
     return math.nan if record.get(name) is None else number(record[name])
-
-
-def _neighbours(folder: Path) -> str:
-    for base in (folder.parent, RUNS):
-        runs = [run.folder for run in all_runs(base)]
-        runs.sort(key=lambda run: (run / DESCRIPTION).lstat().st_mtime, reverse=True)
-        if runs:
-            return f"; there is: {', '.join(map(str, runs[:3]))}{', …' if len(runs) > 3 else ''}"
-    return ""

@@ -153,7 +153,7 @@ def _start(request: Request, task: Task, data: Data, world: World) -> tuple[Star
         module = type(task).__module__
         if module.partition(".")[0] != "grappe":  # the version says what a shipped task is
             run.keep_code(Path(str(getattr(sys.modules.get(module), "__file__", None))))
-        unknown = write_record(str(described.get("id", "")), request.task.name, task)
+        unknown = write_record(str(described.get("id", "")), request.task.name)
         notes = (*notes, unknown) if unknown else notes
         started = StartedRun(run=run, description=described, checkpoint=checkpoint, token=lease.token, notes=notes)
         return started, lease, made

@@ -110,8 +110,8 @@ SCRIPT = "Script"
 ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
-def write_record(run: str, name: str, task: Task) -> str | None:
-    """Writes down that the run of id `run` is trained with `task`, called `name`, in its file as it is now.
+def write_record(run: str, name: str) -> str | None:
+    """Writes down that the run of id `run` is trained with the task called `name`, in its file as it is now.
 
     Returns:
         Why later commands will ask for --task, for the user; None: they will not.

@@ -29,7 +29,7 @@ import torch.distributed
 from grappe.errors import RunError, user_line
 from grappe.launch import files
 from grappe.launch.files import IN_PART
-from grappe.launch.terminal import UserStream, complain
+from grappe.launch.terminal import complain
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, COMMUNICATION, EVALUATION, FORWARD
 from grappe.words import host_name
 
@@ -233,7 +233,6 @@ class IdleWatchdog(Watchdog):
 
     Args:
         limit: seconds in which a process and those that it has started compute for less than a sixtieth; 0: 300.
-        stream: where it says so; None: the standard error.
     """
 
     _asks_all = True
@@ -246,11 +245,10 @@ class IdleWatchdog(Watchdog):
         folder: Path,
         phase: Callable[[], int] = lambda: FORWARD,
         limit: float = 0.0,
-        stream: UserStream | None = None,
     ) -> None:
         super().__init__(
             rank=rank, size=size, folder=folder, token="", limit=limit or IDLE_SECONDS, phase=phase,
-            writing=lambda: False, end=lambda why, nodes: complain(f"grappe: {why}", stream),
+            writing=lambda: False, end=lambda why, nodes: complain(f"grappe: {why}"),
         )  # fmt: skip
 
     def _progress(self) -> tuple[int, str]:

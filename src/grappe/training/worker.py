@@ -90,23 +90,23 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     own_watchers = make_watchers(request.watchers) if request.watchers and world.rank == 0 else []
     prepare(task, request.data, world)
     data = read(task, request.data, world, options.steps)
-    baseline = _resident_before_model(task, options)  # before memory= looks at what is left
+    if not options.steps_only and overrides(task, "metrics"):
+        import_quietly("torchmetrics")  # 145 MB that do not belong to a model
+    baseline = resident()  # before memory= looks at what is left
     request, plan, world = _with_memory_chosen(request, world, rendezvous_folder)
 
     with start_run(request, task, data, world) as started:
         if process.launcher == "grappe":
             log = started.run.folder / "logs" / f"rank-{process.rank}.log"
             redirect(log, process, early_log(rendezvous_folder, process))
-        memory = reporting_out_of_memory(process.rank)
         clock = Chronometer(world.device, began, data_parallel=plan.data_parallel == world.size > 1)
-        loading = loaders(task, data, plan, world, started, None if options.steps_only else clock)
         with (
             naming_user_line(task),
-            memory as library_memory,
+            reporting_out_of_memory(process.rank) as library_memory,
             clock,
             waits_counted(clock),
             inside(None),
-            loading as (batches, validation),
+            loaders(task, data, plan, world, started, None if options.steps_only else clock) as (batches, validation),
         ):
             info = _run_info(request, task, batches, started, world)
             if terminal is not None:
@@ -118,10 +118,18 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             _set_heap_limits(plan, options)
             facts = start_facts(world, info, plan, loading=batches.loading, tensors=tensors, example=example)
             training_scores = TrainingScores(task, world, metrics=options.training_metrics)
-            noise = _noise_scale(options, info, world)
+            noise = None
+            if options.noise_scale and not world.rank:  # one process's slices suffice for the estimate
+                noise = NoiseScale(
+                    data_size=world.data_size,
+                    batch_size=info.batch_size,
+                    short_step=info.steps_per_epoch - 1 if info.samples % info.batch_size else None,
+                    steps_per_epoch=info.steps_per_epoch,
+                    start=info.start,
+                )
             check = (
                 CheckedSteps(task, plan, world, batches, carried, name=info.task, resident=baseline, example=example)
-                if can_be_checked(options, plan, world, batches)
+                if can_be_checked(options, plan, batches)
                 else None
             )
             hooks = [each for each in (noise, check) if each is not None]
@@ -216,8 +224,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
             )
             if info.start:
                 training.resume(started.checkpoint, tensors)
-            hook = gradients_hooked(watchers, lambda: training.step, clock)
-            with hook, naming_overwritten(task, batches, plan):
+            with gradients_hooked(watchers, lambda: training.step, clock), naming_overwritten(task, batches, plan):
                 outcome = training.run()
 
         _write_outcome(started.run, outcome, training, meter)
@@ -241,13 +248,6 @@ def _with_memory_chosen(request: Request, world: World, rendezvous_folder: Path)
     if world.size == 1 and chosen.plan.offload != request.plan.offload:
         world = join(chosen.plan, world.process, rendezvous_folder)  # with the group that FSDP2 needs
     return chosen, chosen.plan, world
-
-
-def _resident_before_model(task: Task, options: Options) -> int:
-    """Returns the bytes of this process, with the metrics library: 145 MB that do not belong to a model."""
-    if not options.steps_only and overrides(task, "metrics"):
-        import_quietly("torchmetrics")
-    return resident()
 
 
 def _set_heap_limits(plan: Plan, options: Options) -> None:
@@ -332,19 +332,6 @@ def _run_info(request: Request, task: Task, batches: loader.BatchLoader, started
         batch_size=order.batch_size,
         samples=order.length,
         description=started.description,
-    )
-
-
-def _noise_scale(options: Options, info: RunInfo, world: World) -> NoiseScale | None:
-    """Creates the meter of the noise scale on process 0 only: one process's slices suffice for the estimate."""
-    if not options.noise_scale or world.rank:
-        return None
-    return NoiseScale(
-        data_size=world.data_size,
-        batch_size=info.batch_size,
-        short_step=info.steps_per_epoch - 1 if info.samples % info.batch_size else None,
-        steps_per_epoch=info.steps_per_epoch,
-        start=info.start,
     )
 
 

@@ -61,7 +61,7 @@ def test_it_trains_again_where_it_was_stopped() -> None:
     other.train(iter(same[:2]), lambda result: False)
     other.train(iter(same[2:]), lambda result: False)
     other.train(iter(()), lambda result: pytest.fail("there was no step"))
-    for (_, whole), (_, parts) in zip(engine.export(), other.export(), strict=True):
+    for (_, whole), (_, parts) in zip(engine.train_state.export(), other.train_state.export(), strict=True):
         assert whole.equal(parts)
 
 

@@ -29,7 +29,6 @@ from grappe.launch.files import IN_PART
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.deepspeed import forget_previous_trainings
-from grappe.profiling import memory
 
 INSTALL = "engine=deepspeed needs the package deepspeed: pip install 'grappe[deepspeed]'"
 LIBAIO = (
@@ -110,22 +109,6 @@ def linear(zero3: bool) -> Iterator[None]:
         functional.linear = before
 
 
-def return_memory() -> None:
-    """Makes the C library return freed blocks of a megabyte or more to the system, instead of keeping them for later.
-
-    By default glibc keeps blocks of up to 32 MiB; their number grows with the data that goes to the disk and back.
-    """
-    memory.mallopt(mmap=1 << 20)
-
-
-def _extensions() -> Path:
-    """Returns the folder of compiled operators, one per Python environment: two would recompile each other's."""
-    inside = Path(sys.prefix) / "torch_extensions"
-    if "TORCH_EXTENSIONS_DIR" not in os.environ and os.access(sys.prefix, os.W_OK):
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(inside)
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions")
-
-
 def forget_killed_builds(folder: Path) -> None:
     """Removes the locks of killed compilations: torch would wait for these locks for ever."""
     for lock in folder.glob("**/lock"):
@@ -139,7 +122,10 @@ def builds(builder: str) -> bool:
     """Returns whether one of DeepSpeed's operators ("CPUAdamBuilder") exists or can be compiled, and loads."""
     from deepspeed.accelerator import get_accelerator
 
-    forget_killed_builds(_extensions())
+    # A folder of compiled operators for each Python environment: two would recompile each other's.
+    if "TORCH_EXTENSIONS_DIR" not in os.environ and os.access(sys.prefix, os.W_OK):
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / "torch_extensions")
+    forget_killed_builds(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions"))
     made = get_accelerator().create_op_builder(builder)
     try:
         if made is None or not made.is_compatible(verbose=False):
@@ -225,8 +211,11 @@ class Scratch:
         if self._base is None:
             return
         check_libaio(self._world)
-        self._sweep()
         world = self._world.process
+        for left in self._base.glob(f"{PREFIX}*") if world.local_rank == 0 else ():
+            if _is_left(left):
+                files.remove_tree(left)
+        self._world.barrier()
         needed = BYTES_EACH * numbers * world.local_size // world.size
         free = shutil.disk_usage(self._base).free
         if max(self._world.gather(needed - free)) > 0:
@@ -238,15 +227,6 @@ class Scratch:
         self._owner = _owned(self._folder)
         for part in ("offload_optimizer", "offload_param"):
             config["zero_optimization"][part]["nvme_path"] = str(self._folder)
-
-    def _sweep(self) -> None:
-        """Removes the folders of this user's killed trainings: those whose lock is free."""
-        assert self._base is not None
-        if self._world.process.local_rank == 0:
-            for left in self._base.glob(f"{PREFIX}*"):
-                if _is_left(left):
-                    files.remove_tree(left)
-        self._world.barrier()
 
     def close(self) -> None:
         """Removes the folder."""
@@ -265,7 +245,7 @@ def _owned(folder: Path) -> BinaryIO:
 
 
 def _is_left(folder: Path) -> bool:
-    """Returns whether a training of this user made a folder, and has ended."""
+    """Returns whether a training of this user made a folder, and was killed: its lock is free."""
     try:
         with files.reader(folder / OWNER, IN_PART) as stream:
             if os.fstat(stream.fileno()).st_uid != os.getuid():

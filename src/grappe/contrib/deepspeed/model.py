@@ -28,6 +28,7 @@ from grappe.parallel.batchnorm import synchronise_batchnorm
 from grappe.parallel.materialise import check_weights, fill, marks_kept, on_meta
 from grappe.parallel.units import units_of
 from grappe.private_api.torch import module_buffers, module_parameters
+from grappe.profiling import memory
 from grappe.step.precision import LossScale, autocast
 from grappe.step.scores import Scores
 from grappe.step.task_contract import optimizer_of, schedule_of
@@ -45,7 +46,9 @@ class DeepSpeedModel:
         self._deepspeed = library.load(setup.world)
         self._communication = library.Communication(setup.world)
         if setup.plan.offload != "none":
-            library.return_memory()
+            # By default glibc keeps freed blocks of up to 32 MiB; their number grows with the data that goes to the
+            # disk and back. From a megabyte on they now return to the system.
+            memory.mallopt(mmap=1 << 20)
         self._scratch = library.Scratch(setup.plan, setup.world)
         with library.linear(zero3=False):
             self.module, config = self._make_model()
@@ -60,7 +63,12 @@ class DeepSpeedModel:
         """Makes the model with its values, partitioned under ZeRO 3, and DeepSpeed's settings."""
         task, plan, world, weights = (self._setup.task, self._setup.plan, self._setup.world, self._setup.weights)
         model = on_meta(task)
-        _refuse_scalars(model)
+        scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
+        if scalars:  # DeepSpeed 0.19 sends each parameter's bytes to all processes, and cannot see a scalar as bytes
+            raise TaskError(
+                f"DeepSpeed takes no scalar parameter, and the model has {', '.join(scalars[:3])}: make it one of "
+                "shape [1], or use engine=native, which keeps scalars whole"
+            )
         if task.ema is not None and self.stage == 3:
             raise TaskError(
                 f"ema={task.ema}: DeepSpeed's stage 3 keeps parts of the weights where no average can be taken: use "
@@ -103,10 +111,6 @@ class DeepSpeedModel:
         )
         # After it has dropped groups without parameters.
         self.schedule = schedule_of(task, self.optimizer, self._setup.total_steps)
-        self.train_state = self._train_state(wrapped, loss_scale)
-
-    def _train_state(self, wrapped: Any, loss_scale: LossScale) -> TrainState:
-        world = self._setup.world
         parts: dict[str, Any] = {
             "model": self.module,
             "optimizer": self.optimizer,
@@ -114,9 +118,9 @@ class DeepSpeedModel:
             "world": world,
             "loss_scale": loss_scale,
         }
-        if not self.stage:
-            return WholeState(**parts)
-        return PartitionedState(Partitioned(self.module, wrapped, self.stage, world.rank), **parts)
+        if self.stage:
+            parts["partitioned"] = Partitioned(self.module, wrapped, self.stage, world.rank)
+        self.train_state = PartitionedState(**parts) if self.stage else WholeState(**parts)
 
     def forward(self, inputs: Any) -> Any:
         """Computes the model's output, without DeepSpeed's engine around it."""
@@ -134,16 +138,6 @@ class DeepSpeedModel:
         gc.collect()
         self._communication.leave()
         self._scratch.close()
-
-
-def _refuse_scalars(model: nn.Module) -> None:
-    """DeepSpeed 0.19 sends each parameter's bytes to all processes, and a scalar cannot be seen as bytes."""
-    scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
-    if scalars:
-        raise TaskError(
-            f"DeepSpeed takes no scalar parameter, and the model has {', '.join(scalars[:3])}: make it one of shape "
-            "[1], or use engine=native, which keeps scalars whole"
-        )
 
 
 class _Carrier(nn.Module):
@@ -168,7 +162,16 @@ def partitioned(model: nn.Module, weights: Weights, device: torch.device, settin
 
     check_weights(model, weights)
     deepspeed.zero.Init(module=_OneByOne(model, weights, device), config_dict_or_path=settings)
-    _fill_buffers(model, weights, device)
+    made: dict[int, Any] = {}
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    for buffers in map(module_buffers, model.modules()):
+        for name, buffer in buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in made:
+                made[id(buffer)] = real = torch.empty_like(buffer, device=device)
+                read_into(real, weights, names[id(buffer)])
+            buffers[name] = made[id(buffer)]
 
 
 class _OneByOne(nn.Module):
@@ -202,19 +205,6 @@ def _made(model: nn.Module, weights: Weights, device: torch.device) -> Iterator[
         yield real
 
 
-def _fill_buffers(model: nn.Module, weights: Weights, device: torch.device) -> None:
-    made: dict[int, Any] = {}
-    names = {id(buffer): name for name, buffer in model.named_buffers()}
-    for module in model.modules():
-        for name, buffer in module_buffers(module).items():
-            if buffer is None:
-                continue
-            if id(buffer) not in made:
-                made[id(buffer)] = real = torch.empty_like(buffer, device=device)
-                read_into(real, weights, names[id(buffer)])
-            module_buffers(module)[name] = made[id(buffer)]
-
-
 INSTEAD = "use engine=native, which matches gradients by name"
 
 
@@ -246,21 +236,20 @@ class Reached:
         order = list(self._fired) if self._ordered else sorted(set(self._fired))
         self._fired.clear()
         if self._first is None:
-            self._compare_processes(self._world.gather(order))
+            everyone = self._world.gather(order)
+            missing = sorted(set(range(len(self._names))).difference(*everyone))
+            if missing:
+                raise TaskError(
+                    f"the loss does not depend on {self._names_of(missing)}: DeepSpeed would let weight decay move it "
+                    "all the same. Leave it out of the model, freeze it with requires_grad_(False), or use "
+                    "engine=native"
+                )
+            for rank, theirs in enumerate(everyone):
+                if theirs != everyone[0]:
+                    self._refuse("process 0's samples", f"process {rank}'s", everyone[0], theirs)
             self._first = order
         elif order != self._first:
             self._refuse("this step's samples", "the first step's", order, self._first)
-
-    def _compare_processes(self, everyone: Sequence[list[int]]) -> None:
-        missing = sorted(set(range(len(self._names))).difference(*everyone))
-        if missing:
-            raise TaskError(
-                f"the loss does not depend on {self._names_of(missing)}: DeepSpeed would let weight decay move it all "
-                "the same. Leave it out of the model, freeze it with requires_grad_(False), or use engine=native"
-            )
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                self._refuse("process 0's samples", f"process {rank}'s", everyone[0], theirs)
 
     def _refuse(self, some: str, others: str, ours: list[int], theirs: list[int]) -> None:
         only = sorted(set(ours) ^ set(theirs))

@@ -321,46 +321,41 @@ class WholeState(ModelState):
         super().restore(counting_as(saved, self._optimizer))
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class PartitionedState:
     """The state of a model whose parameters and optimizer state are partitioned over processes; buffers are not."""
 
-    def __init__(
-        self,
-        partitioned: Partitioned,
-        *,
-        model: nn.Module,
-        optimizer: Optimizer,
-        schedule: LRScheduler | None,
-        world: World,
-        loss_scale: LossScale,
-    ) -> None:
-        self._partitioned, self._model, self._optimizer = partitioned, model, optimizer
-        self.schedule, self._world, self._loss_scale = schedule, world, loss_scale
+    partitioned: Partitioned
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler | None
+    world: World
+    loss_scale: LossScale
 
     def state(self) -> State:
         """Returns the state to save: shapes, and a stream of whole tensors."""
         values: dict[str, Any] = {
-            "optimizer": self._partitioned.plain(),
-            "scale": self._loss_scale.state(),
-            **position(self.schedule, self._world),
+            "optimizer": self.partitioned.plain(),
+            "scale": self.loss_scale.state(),
+            **position(self.schedule, self.world),
         }
         return State(
-            tensors=self._partitioned.shapes(),
-            local=own_buffers(self._model, self._world),
+            tensors=self.partitioned.shapes(),
+            local=own_buffers(self.model, self.world),
             values=values,
-            stream=self._partitioned.values,
+            stream=self.partitioned.values,
         )
 
     def restore(self, saved: SavedState) -> None:
         """Restores a state that `state` returned, or another engine's state. Collective."""
-        restore_buffers(self._model, self._world, saved)
-        self._partitioned.restore(counting_as(saved, self._optimizer))
+        restore_buffers(self.model, self.world, saved)
+        self.partitioned.restore(counting_as(saved, self.optimizer))
         replay(self.schedule, saved)
-        self._loss_scale.restore(saved.values.get("scale", {}))
+        self.loss_scale.restore(saved.values.get("scale", {}))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields whole parameters and buffers, one at a time. Collective."""
-        return export(self._model, self._world, self._partitioned.gathered)
+        return export(self.model, self.world, self.partitioned.gathered)
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Changes nothing: optimizers with other weights to evaluate are refused where parameters are flattened."""

@@ -39,7 +39,12 @@ class Lightning(Engine):
 
     def __init__(self, setup: EngineSetup) -> None:
         set_gpu_arithmetic(setup.plan.precision)
-        self._parts = _parts(setup)
+        kind = Parts
+        if setup.plan.offload != "none":
+            from grappe.contrib.lightning import offload
+
+            kind = offload.Offloaded
+        self._parts = kind(setup)
         self.train_state = self._parts.train_state
 
     def train(self, batches: Iterator[Batch], after: After) -> None:
@@ -61,16 +66,6 @@ class Lightning(Engine):
     def close(self) -> None:
         del self.train_state
         self._parts.close()
-
-
-def _parts(setup: EngineSetup) -> Parts:
-    if setup.plan.offload == "none":
-        from grappe.contrib.lightning.steps import Spread
-
-        return Spread(setup)
-    from grappe.contrib.lightning.offload import Offloaded
-
-    return Offloaded(setup)
 
 
 ENGINE = Lightning

@@ -31,8 +31,6 @@ from grappe.step.loss import After
 from grappe.step.precision import autocast
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-    from torch import Tensor
     from torch.optim import Optimizer
 
 

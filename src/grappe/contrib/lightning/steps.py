@@ -122,29 +122,10 @@ class LightningSteps:
 
 
 class Parts:
-    """The parts of a training that a Trainer runs."""
+    """The parts of a training that a Trainer runs, for the model that `parallelize` returns; Lightning adds DDP."""
 
     steps: LightningSteps
     train_state: TrainState
-
-    def training(self) -> contextlib.AbstractContextManager[Any]:
-        """Context of all steps."""
-        return contextlib.nullcontext()
-
-    def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
-        """Does the same as Engine.evaluate."""
-        raise NotImplementedError
-
-    def remarks(self) -> Sequence[str]:
-        """Does the same as Engine.remarks."""
-        return ()
-
-    def close(self) -> None:
-        """Does the same as Engine.close."""
-
-
-class Spread(Parts):
-    """The model that `parallelize` returns; Lightning wraps it in DDP if the plan replicates."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
@@ -177,5 +158,17 @@ class Spread(Parts):
             after_update=lambda: None,
         )
 
+    def training(self) -> contextlib.AbstractContextManager[Any]:
+        """Context of all steps."""
+        return contextlib.nullcontext()
+
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
+        """Does the same as Engine.evaluate."""
         return evaluate(self.steps.model, self._setup, batches, samples)
+
+    def remarks(self) -> Sequence[str]:
+        """Does the same as Engine.remarks."""
+        return ()
+
+    def close(self) -> None:
+        """Does the same as Engine.close."""

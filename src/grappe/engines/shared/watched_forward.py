@@ -170,11 +170,7 @@ def several_forwards(plan: Plan) -> str | None:
 
 
 def not_kept(plan: Plan, several: str | None) -> str | None:
-    """Returns why a plan does not keep what a forward writes to parameters; None: it does.
-
-    Args:
-        several: what runs the forward several times a step.
-    """
+    """Returns why a plan, and what runs `several` forwards a step, do not keep what one writes to parameters."""
     if plan.uses_fsdp or plan.tensor > 1:
         keys = ("shard", "offload", "tensor")
         key = next(f"{key}={getattr(plan, key)}" for key in keys if getattr(plan, key) not in (1, "none"))

@@ -241,13 +241,33 @@ def cut_into_stages(task: Task, model: nn.Module, stages: int, example: Any) -> 
             f"{name} has {len(units)} units, too few for {stages} stages: use pipeline={max(2, len(units))} or less, "
             "or give it smaller units"
         )
-    _check_all_held(name, model, units)
+    held = {id(tensor) for unit in units for tensor in named_tensors(unit).values()}
+    loose = [full for full, tensor in named_tensors(model).items() if id(tensor) not in held]
+    if loose:
+        raise PlanError(
+            f"{name}.units() are not the whole model, as a pipeline needs: "
+            f"{', '.join(loose[:5])} {'are' if len(loose) > 1 else 'is'} in none of them"
+        )
     request = task.cuts(stages)
     first = balanced(work(units, example, task.forward), stages) if request is None else list(request)
-    if request is not None:
-        _check_cuts(name, first, len(units), stages)
-    parts = tuple(range(a, b) for a, b in zip([0, *first], [*first, len(units)], strict=True))
-    _check_nothing_shared(name, model, units, parts)
+    bounds = [0, *first, len(units)]
+    rising = all(isinstance(bound, int) for bound in bounds) and all(a < b for a, b in pairwise(bounds))
+    if len(first) != stages - 1 or not rising:
+        raise TaskError(
+            f"{name}.cuts({stages}) gave {list(first)}: for {stages} stages of {len(units)} units it must give "
+            f"{stages - 1} rising number{'s' if stages > 2 else ''} from 1 to {len(units) - 1}"
+        )
+    parts = tuple(range(a, b) for a, b in pairwise(bounds))
+    names = {id(tensor): full for full, tensor in named_tensors(model).items()}
+    homes: dict[int, int] = {}
+    for number, part in enumerate(parts):
+        for tensor in (tensor for unit in part for tensor in named_tensors(units[unit]).values()):
+            home = homes.setdefault(id(tensor), number)
+            if home != number:
+                raise PlanError(
+                    f"{name}: {names[id(tensor)]} is shared by stages {home + 1} and {number + 1}, and a pipeline "
+                    "has each parameter on one process: give each its own, cut elsewhere (cuts()), or use shard="
+                )
     return parts
 
 
@@ -260,7 +280,9 @@ def work(units: Sequence[nn.Module], example: Any, call: Call) -> list[float]:
     if example is None:
         return held
     try:
-        costs, value = [], _on_meta(example, units)
+        is_meta = any(tensor.is_meta for unit in units for tensor in named_tensors(unit).values())
+        to_meta = lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) and is_meta else leaf  # noqa: E731
+        costs, value = [], tree_map(to_meta, example)
         with torch.no_grad():
             for index, (unit, numbers) in enumerate(zip(units, held, strict=True)):
                 with FlopCounterMode(display=False) as counter:
@@ -270,12 +292,6 @@ def work(units: Sequence[nn.Module], example: Any, call: Call) -> list[float]:
     except (RuntimeError, NotImplementedError):  # it reads values, which a meta tensor does not have
         return held
     return costs
-
-
-def _on_meta(example: Any, units: Sequence[nn.Module]) -> Any:
-    """Moves the example to the units' meta device."""
-    is_meta = any(tensor.is_meta for unit in units for tensor in named_tensors(unit).values())
-    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) and is_meta else leaf, example)
 
 
 def balanced(costs: Sequence[float], stages: int) -> list[int]:
@@ -295,40 +311,6 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
             for last in range(number + 1, count + 1)
         }
     return list(best[count][1])
-
-
-def _check_cuts(name: str, first: Sequence[int], units: int, stages: int) -> None:
-    bounds = [0, *first, units]
-    rising = all(isinstance(bound, int) for bound in bounds) and all(a < b for a, b in pairwise(bounds))
-    if len(first) != stages - 1 or not rising:
-        raise TaskError(
-            f"{name}.cuts({stages}) gave {list(first)}: for {stages} stages of {units} units it must give "
-            f"{stages - 1} rising number{'s' if stages > 2 else ''} from 1 to {units - 1}"
-        )
-
-
-def _check_all_held(name: str, model: nn.Module, units: Sequence[nn.Module]) -> None:
-    held = {id(tensor) for unit in units for tensor in named_tensors(unit).values()}
-    loose = [full for full, tensor in named_tensors(model).items() if id(tensor) not in held]
-    if loose:
-        raise PlanError(
-            f"{name}.units() are not the whole model, as a pipeline needs: "
-            f"{', '.join(loose[:5])} {'are' if len(loose) > 1 else 'is'} in none of them"
-        )
-
-
-def _check_nothing_shared(name: str, model: nn.Module, units: Sequence[nn.Module], parts: Cut) -> None:
-    names = {id(tensor): full for full, tensor in named_tensors(model).items()}
-    homes: dict[int, int] = {}
-    for number, part in enumerate(parts):
-        for unit in part:
-            for tensor in named_tensors(units[unit]).values():
-                home = homes.setdefault(id(tensor), number)
-                if home != number:
-                    raise PlanError(
-                        f"{name}: {names[id(tensor)]} is shared by stages {home + 1} and {number + 1}, and a pipeline "
-                        "has each parameter on one process: give each its own, cut elsewhere (cuts()), or use shard="
-                    )
 
 
 TOLERANCE = 1e-4  # relative: the same operations in the same order give the same bits, or nearly

@@ -119,11 +119,6 @@ class Logger(Watcher):
             self.histogram(step, name, finite)
 
 
-def settings_of(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a run was started with, by name, from its description: task, plan and fields."""
-    return {"task": description.get("task"), "plan": description.get("plan"), **description.get("fields", {})}
-
-
 def distribution(values: Tensor) -> tuple[Any, Any]:
     """Computes a histogram of `values`: counts [BINS], and limits [BINS + 1] of the bins."""
     import numpy as np

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grappe.training.watchers.base import Watcher
-from grappe.training.watchers.logger import Logger, settings_of
+from grappe.training.watchers.logger import Logger
 
 MOST = 1000  # metrics of one request
 LONGEST = 500  # characters of a parameter
@@ -38,8 +38,8 @@ class MLflow(Logger):
             self._client.update_run(self._run, "RUNNING")
             return
         self._run = self._client.create_run(number, run_name=name, tags={"grappe_id": description["id"]}).info.run_id
-        values = settings_of(description).items()
-        parameters = [mlflow.entities.Param(key, str(value)[:LONGEST]) for key, value in values]
+        started = {"task": description.get("task"), "plan": description.get("plan"), **description.get("fields", {})}
+        parameters = [mlflow.entities.Param(key, str(value)[:LONGEST]) for key, value in started.items()]
         self._client.log_batch(self._run, params=parameters)
 
     def scalars(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:

@@ -85,25 +85,21 @@ class Profile(Watcher):
         profiler.__exit__(None, None, None)
         files.make_folder(self._folder)
         trace = self._folder / f"rank-{self._rank}.json.gz"
-        _export(profiler, trace)
+        # torch writes where a name leads: into a folder that nobody else knows, and from there into the run.
+        with tempfile.TemporaryDirectory(prefix="grappe-profile-") as private:
+            plain = Path(private) / trace.with_suffix("").name
+            profiler.export_chrome_trace(str(plain))
+            files.remove(trace, files.IN_PART)  # of an earlier start
+            with (
+                files.reader(plain) as source,
+                files.new_file(trace, files.IN_PART) as target,
+                gzip.open(target, "wb", compresslevel=3) as packed,
+            ):
+                shutil.copyfileobj(source, packed)
         steps = self._seen - self._before
         self._text = summary(_events(profiler), steps, f"process {self._rank}")
         self._text += f"\nfull trace: {trace} (open it in ui.perfetto.dev)\n"
         files.replace(self._folder / f"rank-{self._rank}.txt", self._text.encode(), files.IN_PART)
-
-
-def _export(profiler: Any, trace: Path) -> None:
-    # torch writes where a name leads: into a folder that nobody else knows, and from there into the run.
-    with tempfile.TemporaryDirectory(prefix="grappe-profile-") as private:
-        plain = Path(private) / trace.with_suffix("").name
-        profiler.export_chrome_trace(str(plain))
-        files.remove(trace, files.IN_PART)  # of an earlier start
-        with (
-            files.reader(plain) as source,
-            files.new_file(trace, files.IN_PART) as target,
-            gzip.open(target, "wb", compresslevel=3) as packed,
-        ):
-            shutil.copyfileobj(source, packed)
 
 
 def _events(profiler: Any) -> list[Event]:

@@ -21,15 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from grappe.errors import (
-    EXIT_FAILURE,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    GrappeError,
-    PlanError,
-    ProcessDied,
-    UsageError,
-)
+from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, PlanError, ProcessDied, UsageError
 from grappe.errors.causes import broken_package, refused_process
 from grappe.errors.remedies import SCRIPTS, remedy
 from grappe.errors.user_line import PACKAGE, is_users_file
@@ -56,9 +48,7 @@ SLOW_IMPORTS = ("torchvision", "matplotlib.pyplot", "timm", "transformers")
 LIGHTNING = ("lightning", "pytorch_lightning")
 PROCESS_KEYS = frozenset({"replicate", "batchnorm", "dropout", "device", "backend", "threads", "per_device"})
 """Keys of a plan that change no model of a script for one process."""
-UNEDITED_KEYS = PROCESS_KEYS | {
-    "precision", "recompute", "compile", "channels_last", "shard", "zero",
-}  # fmt: skip
+UNEDITED_KEYS = PROCESS_KEYS | {"precision", "recompute", "compile", "channels_last", "shard", "zero"}
 """Keys of a plan that a script for one process can have."""
 LATER_SECONDS = 0.5
 """Seconds after which another process than the first reports the script's error: if all fail alike, process 0 does."""
@@ -227,7 +217,9 @@ def start_server(script: Path, plan: Plan) -> None:
         place = script.parent / name.partition(".")[0]
         return place.is_dir() or place.with_suffix(".py").exists()
 
-    local.start_server_of_scripts(*(name for name in SLOW_IMPORTS if name in imported and not is_own(name)))
+    # Without torch._dynamo, a second of imports that few scripts need.
+    libraries = (name for name in SLOW_IMPORTS if name in imported and not is_own(name))
+    local.start_server("grappe.verbs.launch.recorded", *libraries)
 
 
 def imports_of(script: ast.Module) -> Iterator[str]:
@@ -338,7 +330,9 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
                     imports.function(RECORDED)(request, process, rendezvous_folder)
                 code = EXIT_OK
         except SystemExit as end:
-            code = _exit_code(end)
+            if isinstance(end.code, str):
+                write(end.code, sys.stderr)  # as Python does
+            code = end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_FAILURE
         except Exception as error:
             sys.last_value = error  # as the interpreter does before its exit functions
             shown = script_traceback(error)
@@ -354,9 +348,8 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
                     message = f"{message}{_OTHER_NAME}"
             if request.run is not None and any(text in str(error) for text in _OF_SHARDS):
                 message = f"{message}\n{_SHARDED}"
-            if older := remedy(str(error), SCRIPTS):
-                message = f"{message}\n{older}"
-            raise ProcessDied(message) from error
+            older = remedy(str(error), SCRIPTS)
+            raise ProcessDied(f"{message}\n{older}" if older else message) from error
     if process.rank and request.run is None and code not in (EXIT_OK, EXIT_INTERRUPTED, INTERRUPTED):
         raise SystemExit(code)
     return code
@@ -369,10 +362,3 @@ _SHARDED = (
 _OTHER_NAME = (
     "A file's name by id() is another one in each process: make it by time.time(), which is process 0's in all"
 )
-
-
-def _exit_code(end: SystemExit) -> int:
-    """Returns the exit code of a script that has ended; writes its message, as Python does."""
-    if isinstance(end.code, str):
-        write(end.code, sys.stderr)
-    return end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_FAILURE

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -35,16 +35,7 @@ from grappe.profiling import memory
 from grappe.profiling.chronometer import waits_counted
 from grappe.profiling.phases import CHECKPOINT, DATA, EVALUATION, FORWARD
 from grappe.rows.tensor import full
-from grappe.training.interception import (
-    Begin,
-    MainThread,
-    StepHandler,
-    alive,
-    intercepted,
-    modules_alive,
-    parameters_of,
-    rows_of,
-)
+from grappe.training.interception import Begin, MainThread, StepHandler, alive, intercepted, parameters_of, rows_of
 from grappe.training.options import SAVE_SECONDS
 from grappe.training.own_loop_objects import KeptObjects
 from grappe.training.own_loop_run import LoopFolder, StepLog
@@ -237,18 +228,16 @@ class RecordedSteps(StepHandler):
         self._log.watch(optimizer)
         optimizer.register_step_pre_hook(self._note_update)
         optimizer.register_step_post_hook(lambda *_: self._note_step(optimizer))
-        if self._replay is not None:
-            optimizer.step = types.MethodType(self._replayed(optimizer.step), optimizer)  # type: ignore[method-assign]
-
-    def _replayed(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns an optimizer's step that does nothing on the way back to a checkpoint."""
+        if self._replay is None:
+            return
+        plain = optimizer.step
 
         def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
             if self._replay is None or self._replay.computes:
                 return plain(*arguments, **options)
-            return self._note_step(optimizer)
+            return self._note_step(optimizer)  # on the way back to a checkpoint it does nothing
 
-        return step
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def _note_update(self, optimizer: Optimizer, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
         if optimizer is self._optimizers[0]:
@@ -325,11 +314,7 @@ class RecordedSteps(StepHandler):
         self._said = bool(self._unsaved)
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-        """Returns tensors that all processes have alike, this process's own, and JSON. Collective.
-
-        Raises:
-            TaskError: the script could not be brought back.
-        """
+        """Returns tensors that all have alike, this process's own, and JSON; TaskError: not to resume. Collective."""
         if self._unsaved:
             return {}, {}, {}
         variables = variables_of(self._optimizers)
@@ -357,13 +342,9 @@ class RecordedSteps(StepHandler):
         return tensors, own, {"script": script}
 
     def _changed(self, variables: Variables, modules: Sequence[Tensor]) -> list[str]:
-        """Lists variables whose tensors differ from those of a script that begins.
+        """Lists variables whose tensors differ from those of a script that begins; TaskError: one cannot be saved.
 
-        Args:
-            modules: the tensors of modules, whose versions do not tell: batch normalisation changes buffers unnoticed.
-
-        Raises:
-            TaskError: what changes is not found in the variables, or cannot be saved.
+        Versions of the tensors of `modules` do not tell: batch normalisation changes buffers unnoticed.
         """
         if any(scaler.is_enabled() for scaler in alive(torch.amp.GradScaler)):
             raise TaskError("a GradScaler skips steps by what it sees: take bf16")
@@ -378,16 +359,10 @@ class RecordedSteps(StepHandler):
         return changed
 
     def _kept(self) -> KeptObjects:
-        kept = KeptObjects()
-        kept.add({f"optimizer[{number}]": each for number, each in enumerate(self._optimizers)})
-        return kept
+        return KeptObjects({f"optimizer[{number}]": each for number, each in enumerate(self._optimizers)})
 
     def _restore(self, replay: Replay) -> None:
-        """Puts the checkpoint's state into the script, which has come back to its place. Collective.
-
-        Raises:
-            RunError: the script has not done what it did before.
-        """
+        """Puts the checkpoint's state into the script, if it has done what it did before. Collective."""
         try:
             variables = variables_of(self._optimizers)
             problem = self._differs(replay, variables) if self._world.rank == 0 else ""
@@ -482,7 +457,7 @@ def _of_modules() -> list[Tensor]:
     """Returns the parameters and buffers of all modules of the process."""
     return [
         tensor
-        for module in modules_alive()
+        for module in alive(nn.Module)
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     ]
 

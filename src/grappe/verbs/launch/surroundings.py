@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import timeit
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -315,7 +316,8 @@ def writing_nothing(*, until_left: bool = False) -> Iterator[None]:
 
     def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
         written = not isinstance(file, int) and set(mode) & set("wax+") and os.fspath(file) != os.devnull
-        if not written or _compiles(sys._getframe(1)):
+        callers = (each.f_code.co_filename for each, _ in traceback.walk_stack(sys._getframe(1)))
+        if not written or any(each.startswith(COMPILERS) for each in callers):  # each process needs what it compiles
             return plain(file, mode, *arguments, **options)
         if "b" in mode:  # it may be an archive's, which asks where it is
             nowhere = _Nowhere(os.devnull, "r+")
@@ -353,13 +355,6 @@ def writing_nothing(*, until_left: bool = False) -> Iterator[None]:
                 handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
                 os.dup2(handle, stream.fileno())
                 os.close(handle)
-
-
-def _compiles(frame: FrameType | None) -> bool:
-    """Returns whether a file is opened to compile: each process needs its own."""
-    while frame is not None and not frame.f_code.co_filename.startswith(COMPILERS):
-        frame = frame.f_back
-    return frame is not None
 
 
 # ---- Clocks, and numbers that the system draws -------------------------------------------------------------
@@ -427,9 +422,8 @@ def _entropy_shared(seed: int) -> Iterator[None]:
 
     def seeding_its_own(plain: Callable[..., None]) -> Callable[..., None]:
         def seeded(self: random.Random, seed: Any = None, *arguments: Any) -> None:
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None and frame.f_globals.get("__name__") == "random":
-                frame = frame.f_back
+            callers = (each for each, _ in traceback.walk_stack(sys._getframe(1)))
+            frame = next((each for each in callers if each.f_globals.get("__name__") != "random"), None)
             plain(self, drawn(32) if seed is None and by_script(frame) else seed, *arguments)
 
         return seeded

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import traceback
 import types
 import weakref
 from collections import deque
@@ -92,11 +93,10 @@ def _roots(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
         yield f"optimizer[{number}]", [group["params"] for group in optimizer.param_groups]
     for name, module in sorted(own_modules().items()):
         yield from ((f"{name}.{key}", value) for key, value in _named(vars(module)))
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users_file(frame.f_code.co_filename) and frame.f_code.co_name != "<module>":
-            yield from ((f"{frame.f_code.co_name}: {key}", value) for key, value in _named(frame.f_locals))
-        frame = frame.f_back
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        code = frame.f_code
+        if is_users_file(code.co_filename) and code.co_name != "<module>":
+            yield from ((f"{code.co_name}: {key}", value) for key, value in _named(frame.f_locals))
 
 
 def _named(names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

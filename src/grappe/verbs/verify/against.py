@@ -38,7 +38,7 @@ from grappe.step.loss import loss_of
 from grappe.step.precision import in_double
 from grappe.step.task_contract import model_of, optimizer_of, schedule_of
 from grappe.task import Task, overrides
-from grappe.training.interception import Begin, StepHandler, buffers_alive, copied, intercepted, rows_of
+from grappe.training.interception import Begin, StepHandler, alive, copied, intercepted, rows_of
 from grappe.training.random_state import random_state, set_random_state
 from grappe.training.request import data_folder
 from grappe.training.short_run import CALLED
@@ -202,7 +202,8 @@ class Comparison(StepHandler):
         """Yields a loader's batches, and notes each with the random state in which the script gets it."""
         for batch in begin():
             if not self.step and not self._backwards:  # before a forward writes running statistics
-                self._first_buffers = {id(buffer): buffer.detach().clone() for buffer in buffers_alive()}
+                buffers = (buffer for module in alive(nn.Module) for buffer in module.buffers(recurse=False))
+                self._first_buffers = {id(buffer): buffer.detach().clone() for buffer in buffers}
             self._batch = (copied(batch), loader, random_state())
             yield batch
 

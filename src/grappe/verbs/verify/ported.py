@@ -15,7 +15,7 @@ from grappe.data.arrays import in_memory
 from grappe.data.collate import collated
 from grappe.private_api.torch import tree_leaves
 from grappe.task import Task
-from grappe.training.interception import modules_alive
+from grappe.training.interception import alive
 
 CLOSE = 1e-5
 """The largest relative difference of a sample that is the same, normalised with other rounding."""
@@ -36,7 +36,7 @@ def tensors_of(*optimizers: Optimizer) -> ScriptTensors:
     """Finds the modules whose parameters optimizers have, and their tensors by name."""
     every = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
     trained = set(map(id, every))
-    holding = [each for each in modules_alive() if any(id(parameter) in trained for parameter in each.parameters())]
+    holding = [each for each in alive(nn.Module) if any(id(parameter) in trained for parameter in each.parameters())]
     inner = {id(child) for module in holding for child in module.modules() if child is not module}
     roots = [module for module in holding if id(module) not in inner]
     parameters: dict[str, Tensor] = {}

@@ -189,11 +189,11 @@ def _compared(engine: Engine, file: Path | None, loss: float) -> tuple[dict[str,
     gaps: dict[str, float] = {}
     bits = hashlib.sha256(repr(loss).encode())
     if file is None or not file.exists():
-        for _ in engine.export():
+        for _ in engine.train_state.export():
             pass
         return {}, ""
     with safe_open(file, framework="pt") as reference:
-        for name, exported in engine.export():
+        for name, exported in engine.train_state.export():
             tensor = exported.detach().cpu()
             gaps[name] = gap(reference.get_tensor(name), tensor)
             bits.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

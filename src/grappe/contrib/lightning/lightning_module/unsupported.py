@@ -119,19 +119,16 @@ def loader(data: Any, what: str, training: bool, refusals: Refusals) -> DataLoad
         refusals.add(what, "its IterableDataset cannot be shuffled, cut or resumed exactly", needed=training)
         return None
     sampler = data.sampler
+    is_plain = type(sampler) is SequentialSampler
+    if type(sampler) is RandomSampler:
+        is_plain = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     if data.batch_size is None or type(data.batch_sampler) is not torch.utils.data.BatchSampler:
         refusals.add("batch_sampler", f"{what} has one of its own; grappe makes the batches")
-    elif not _is_plain(sampler):
+    elif not is_plain:
         refusals.add("sampler", f"{what} draws its samples with {type(sampler).__name__}")
     if training and data.drop_last:
         refusals.add("drop_last")
     return data
-
-
-def _is_plain(sampler: Any) -> bool:
-    if type(sampler) is RandomSampler:
-        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    return type(sampler) is SequentialSampler
 
 
 def optimizers(configured: Any, refusals: Refusals) -> tuple[Optimizer, dict[str, Any] | None] | None:
@@ -263,12 +260,7 @@ def tried(module: Any, train: Any, refusals: Refusals, without: Collection[str])
 
 
 def _scoring(
-    plain: ModuleSteps,
-    batch: Any,
-    step: str,
-    refusals: Refusals,
-    without: Collection[str],
-    left_out: set[str],
+    plain: ModuleSteps, batch: Any, step: str, refusals: Refusals, without: Collection[str], left_out: set[str]
 ) -> Scoring | None:
     result = plain.run(batch, step)
     names = [name for name in plain.logged.values if name not in without]
