@@ -323,7 +323,7 @@ def _here(
     if left_out:
         reasons.append(
             f"not run, though this machine could run them: {count_of(left_out, 'plan')}. foresee runs "
-            f"steps of at most {MEASURED} plans, for about {SECONDS:.0f} s; name others with --plan, or try grappe "
+            f"steps of at most {MEASURED} plans, for about {SECONDS:.0f} s; name fewer with --plan, or try grappe "
             "measure"
         )
     if site is not None and any(plan.time is not None for plan in plans):

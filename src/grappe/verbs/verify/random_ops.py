@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from grappe.data.whole_batch_draws import MeanDraws, own_rows
-from grappe.private_api.torch import TorchDispatchMode, call_in_mode, operator_arguments
+from grappe.private_api.torch import TorchDispatchMode, call_in_mode, is_dtensor, operator_arguments
 from grappe.rows.draws import Probing
 from grappe.rows.tensor import Rows
 
@@ -68,7 +68,7 @@ class RandomOps(TorchDispatchMode):
         result = call_in_mode(func, args, kwargs)
         # Fused attention returns (seed, offset) instead of a dropout mask.
         for leaf in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, torch.distributed.tensor.DTensor):
+            if isinstance(leaf, Tensor) and not is_dtensor(leaf):
                 self._record(own_rows(leaf))
         return result
 
