@@ -97,7 +97,7 @@ def _leave_communication(code: int) -> None:
     leaves = distributed.is_available() and distributed.is_initialized()
     if code not in (EXIT_FAILURE, EXIT_USAGE):
         leaves = False
-        with contextlib.suppress(UsageError):  # `doctor` reports it, and goes on
+        with contextlib.suppress(UsageError):  # `doctor` reports it, and continues
             leaves = rank_from_environment() is not None
     if leaves:
         with contextlib.suppress(OSError):  # a reader who has left
