@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -9,10 +10,9 @@ import inspect
 import pkgutil
 import sys
 import tokenize
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
 
 from grappe import fields
 from grappe.errors import GrappeError, TaskError, UsageError, nearest, user_code
@@ -20,7 +20,6 @@ from grappe.errors.causes import broken_package
 from grappe.plan import Plan
 from grappe.task import Task
 
-T = TypeVar("T")
 SHIPPED = Path(__file__).with_name("tasks")
 
 
@@ -55,11 +54,19 @@ def find(reference: str, root: str = "") -> type[Task]:
             f"in Python, as in grappe.evaluate(run, task={name}())"
         )
     if place.endswith(".py"):
-        module = _executed(lambda: module_of_file(Path(place), "task"), place)
-    elif "." in place or name:
-        module = _imported(place, place) if shipped(reference) else _users(place, root)
-    else:
+        with _loading(place):
+            module = module_of_file(Path(place), "task")
+    elif "." not in place and not name:
         module = _imported(f"grappe.tasks.{place}", place)
+    elif shipped(reference):
+        module = _imported(place, place)
+    else:  # a module of the user's own, from `root`, or seen from the working folder as in a script
+        folder = root or str(Path.cwd())
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        module = _imported(place, place)
+        if root and not Path(str(module.__file__)).resolve().is_relative_to(Path(root).resolve()):
+            raise TaskError(f"the task {place} was trained from {root}, and Python finds it in {module.__file__} now")
     return _class_in(module, name, reference)
 
 
@@ -129,27 +136,18 @@ def module_of_file(path: Path, kind: str) -> ModuleType:
 
 
 def _imported(name: str, shown: str) -> ModuleType:
-    return _executed(lambda: importlib.import_module(name), shown)
+    with _loading(shown):
+        return importlib.import_module(name)
 
 
-def _users(place: str, root: str) -> ModuleType:
-    """A module of the user's own, from `root`, or seen from the working folder as in a script."""
-    folder = root or str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    module = _imported(place, place)
-    if root and not Path(str(module.__file__)).resolve().is_relative_to(Path(root).resolve()):
-        raise TaskError(f"the task {place} was trained from {root}, and Python finds it in {module.__file__} now")
-    return module
-
-
-def _executed(load: Callable[[], T], shown: str) -> T:
+@contextlib.contextmanager
+def _loading(shown: str) -> Iterator[None]:
     from grappe.data.seeded import seeded
 
     try:
         # Random numbers that a file draws when it is loaded (a model's weights) are the same in every process.
         with seeded(0):
-            return load()
+            yield
     except GrappeError:
         raise
     except (Exception, SystemExit) as error:  # nor is a script that ends itself a task file
