@@ -58,9 +58,7 @@ def index(
     if walk.is_corpus(source):
         _show_corpus("data-index", source, walk.index_corpus(source, dtype=dtype, end=end, again=again), json)
         return
-    from grappe.verbs.data.walk import index as verb
-
-    done = verb(source, labels=labels, numbering=numbering, again=again)
+    done = walk.index(source, labels=labels, numbering=numbering, again=again)
     progress("")
     facts = [("source", f"{source} ({done.kind})"), ("images", f"{done.images:,} of {done.classes:,} classes")]
     if done.left_out:
@@ -114,9 +112,7 @@ def check(
     if walk.is_corpus(source):
         _show_corpus("data-check", source, walk.index_corpus(source, dtype=dtype, end=end, check=True), json)
         return
-    from grappe.verbs.data.walk import check as verb
-
-    done = verb(source, labels=labels, numbering=numbering)
+    done = walk.check(source, labels=labels, numbering=numbering)
     if not json:
         for name, reason in done.bad[:_SHOWN]:
             say(f"{name}: {reason}")
