@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -10,7 +9,7 @@ import inspect
 import pkgutil
 import sys
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -53,20 +52,25 @@ def find(reference: str, root: str = "") -> type[Task]:
             f"the task {name} was made in a script or a notebook, and is not here: load it there, and give it "
             f"in Python, as in grappe.evaluate(run, task={name}())"
         )
-    if place.endswith(".py"):
-        with _loading(place):
-            module = module_of_file(Path(place), "task")
-    elif "." not in place and not name:
-        module = _imported(f"grappe.tasks.{place}", place)
-    elif shipped(reference):
-        module = _imported(place, place)
-    else:  # a module of the user's own, from `root`, or seen from the working folder as in a script
-        folder = root or str(Path.cwd())
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-        module = _imported(place, place)
-        if root and not Path(str(module.__file__)).resolve().is_relative_to(Path(root).resolve()):
-            raise TaskError(f"the task {place} was trained from {root}, and Python finds it in {module.__file__} now")
+    own = not place.endswith(".py") and not shipped(reference)
+    if own and (folder := root or str(Path.cwd())) not in sys.path:  # from `root`, or found as in a script
+        sys.path.insert(0, folder)
+    from grappe.data.seeded import seeded
+
+    try:
+        # Random numbers that a file draws when it is loaded (a model's weights) are the same in every process.
+        with seeded(0):
+            if place.endswith(".py"):
+                module = module_of_file(Path(place), "task")
+            else:
+                module = importlib.import_module(place if "." in place or name else f"grappe.tasks.{place}")
+    except GrappeError:
+        raise
+    except (Exception, SystemExit) as error:  # nor is a script that ends itself a task file
+        why = broken_package(error) or user_code.sentence(error)
+        raise TaskError(f"the task {place} cannot be loaded: {why}") from error
+    if own and root and not Path(str(module.__file__)).resolve().is_relative_to(Path(root).resolve()):
+        raise TaskError(f"the task {place} was trained from {root}, and Python finds it in {module.__file__} now")
     return _class_in(module, name, reference)
 
 
@@ -133,26 +137,6 @@ def module_of_file(path: Path, kind: str) -> ModuleType:
         sys.path.insert(0, str(path.parent))  # so that it may import its neighbours, as when it is run
     spec.loader.exec_module(module)
     return module
-
-
-def _imported(name: str, shown: str) -> ModuleType:
-    with _loading(shown):
-        return importlib.import_module(name)
-
-
-@contextlib.contextmanager
-def _loading(shown: str) -> Iterator[None]:
-    from grappe.data.seeded import seeded
-
-    try:
-        # Random numbers that a file draws when it is loaded (a model's weights) are the same in every process.
-        with seeded(0):
-            yield
-    except GrappeError:
-        raise
-    except (Exception, SystemExit) as error:  # nor is a script that ends itself a task file
-        why = broken_package(error) or user_code.sentence(error)
-        raise TaskError(f"the task {shown} cannot be loaded: {why}") from error
 
 
 def _class_in(module: ModuleType, name: str, reference: str) -> type[Task]:

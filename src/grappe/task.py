@@ -77,8 +77,7 @@ class Task:
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        _refuse_hidden_methods(cls)
-        _refuse_unannotated(cls)
+        _refuse_fields(cls)
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
@@ -290,8 +289,14 @@ def check_signatures(task: Task) -> None:
             ) from error
 
 
-def _refuse_unannotated(cls: type) -> None:
-    """Without its type a name is no field, and the field that it was to set would keep the value before."""
+def _refuse_fields(cls: type) -> None:
+    """Refuses a field that hides a method, and one without its type, which would keep the value before."""
+    for name in inspect.get_annotations(cls):
+        if name in parts():
+            raise TaskError(
+                f"{cls.__name__}: the field '{name}' hides the method '{name}()': call it {name}_, which is typed "
+                f"{name}=…"
+            )
     bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
     inherited = {field.name for base in bases for field in dataclasses.fields(base)}
     for name, value in vars(cls).items():
@@ -299,13 +304,4 @@ def _refuse_unannotated(cls: type) -> None:
             raise TaskError(
                 f"{cls.__name__}: {name} = {value!r} has no type, so it would not count: write "
                 f"{name}: {type(value).__name__} = {value!r} ({place_in(traceback.extract_stack())})"
-            )
-
-
-def _refuse_hidden_methods(cls: type) -> None:
-    for name in inspect.get_annotations(cls):
-        if name in parts():
-            raise TaskError(
-                f"{cls.__name__}: the field '{name}' hides the method '{name}()': call it {name}_, which is typed "
-                f"{name}=…"
             )
