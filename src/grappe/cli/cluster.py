@@ -192,13 +192,12 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
 @app.command
 def queue(*, runs: RunsFolder = RUNS, json: Json = False) -> None:
     """List your jobs in Slurm's queue, by run: state, reason, expected start."""
-    from grappe.verbs.submit.jobs import queue as verb
-    from grappe.verbs.submit.jobs import runs_of
+    from grappe.verbs.submit import jobs as verb
 
     if not json:
-        show(verb(runs))
+        show(verb.queue(runs))
         return
-    folders, entries = runs_of(runs), slurm.queue()
+    folders, entries = verb.runs_of(runs), slurm.queue()
     jobs = [dataclasses.asdict(entry) | {"run": folders.get(entry.job.partition("_")[0])} for entry in entries]
     show_json("queue", jobs=jobs)
 

@@ -151,11 +151,10 @@ def pack(
     moment, it is continued by the same command.
     """
     waiting(LOADING)
-    from grappe.verbs.data.pack import Packing
-    from grappe.verbs.data.pack import pack as verb
+    from grappe.verbs.data import pack as verb
 
-    form = Packing(short=short, quality=quality, per_shard=per_shard)
-    done = verb(source, out, form, labels=labels, numbering=numbering, dry_run=dry_run)
+    form = verb.Packing(short=short, quality=quality, per_shard=per_shard)
+    done = verb.pack(source, out, form, labels=labels, numbering=numbering, dry_run=dry_run)
     there = f", {done.were_there:,} of them by an earlier start" if done.were_there else ""
     shards = count_of(math.ceil(done.images / per_shard), "shard")
     facts = [
@@ -185,15 +184,14 @@ def tokenize(
     that run it at once share the work.
     """
     waiting(LOADING)
+    from grappe.data.corpus import tokenizing as verb
     from grappe.data.corpus.corpus import Corpus
-    from grappe.data.corpus.tokenizing import tokenize as verb
-    from grappe.data.corpus.tokenizing import tokenizer_of
     from grappe.verbs.data.walk import ProgressMeter
 
-    encode, name = tokenizer_of(tokenizer)
+    encode, name = verb.tokenizer_of(tokenizer)
     corpus = Corpus(source)
     meter = ProgressMeter("tokenizing", len(corpus), unit="rows")
-    done = verb(corpus, out, encode, column=column, end=end, name=name, report=meter.at)
+    done = verb.tokenize(corpus, out, encode, column=column, end=end, name=name, report=meter.at)
     meter.end()
     there = f", {done.were_there:,} of them by another start or process" if done.were_there else ""
     facts = [

@@ -97,7 +97,7 @@ class RunView:
         """Draws the run: a table of figures, and the last second's time by phase."""
         step, used = self._step, self._used
         epoch = number(step.get("epoch")) + 1
-        rows: list[tuple[str, object]] = [
+        rows = [
             ("run", str(self.run.folder)),
             ("status", self.status()),
             ("step", f"{step.get('step', 0)}, epoch {epoch:.0f}, lr {number(step.get('lr')):.3g}"),

@@ -137,7 +137,7 @@ def describe(folder: Path) -> Table:
     labels = {"name": description.get("name"), "note": description.get("note")}
     labels["tags"] = ", ".join(description.get("tags", []))
     status, restarts = run.read_status(description), description.get("restarts")
-    rows: list[tuple[str, object]] = [
+    rows = [
         ("run", str(run.folder)),
         *((label, text) for label, text in labels.items() if text),
         ("task", str(description.get("task"))),
@@ -146,8 +146,9 @@ def describe(folder: Path) -> Table:
         ("status", f"{status}, restarts {restarts}" if restarts else status),
         ("started", f"{description.get('started')}, {description.get('host')}"),
         ("versions", _pairs(description.get("versions"), " ")),
-        *(("changed", str(change)) for change in description.get("changes", [])),
     ]
+    for change in description.get("changes", []):
+        rows.append(("changed", str(change)))
     if step := run.last_record("step"):
         loss = step.get("loss")
         shown = format_number(loss) if isinstance(loss, float) else str(loss)

@@ -14,7 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grappe import extensions
 from grappe.checkpoint.commit import LARGEST_JSON, read_json
@@ -25,9 +25,6 @@ from grappe.launch import files
 from grappe.training.run import CODE, SCORES, USAGE, Run
 from grappe.verbs.submit.jobs import failure_notes
 from grappe.words import plan_name
-
-if TYPE_CHECKING:
-    from grappe.language.catalogue import Catalogue
 
 NAME = "report.html"
 LIVE_SECONDS = 5.0
@@ -292,7 +289,10 @@ def html(gathered: dict[str, Any], title: str) -> str:
     folder, language = Path(__file__).parent, chosen_language()
     names = ("page.html", "page.css", "plots.js", "page.js")
     page, style, plots, code = ((folder / name).read_text(encoding="utf-8") for name in names)
-    words = {} if language == "en" else _words(catalogue_of(language), page + plots + code)
+    words = dict[str, str]()
+    if language != "en":  # the catalogue has the page's words after MARK, so as to match no message
+        texts = [match["word"] for match in WORD.finditer(page + plots + code)]
+        words = {text: catalogue_of(language).text(MARK + text).removeprefix(MARK) for text in texts}
     # "<" would end the element that the data is in; JSON may write it otherwise.
     data = json.dumps(_finite({**gathered, "words": words}), separators=(",", ":")).replace("<", "\\u003c")
     parts = {"LANGUAGE": language, "TITLE": html_text(title), "STYLE": style, "DATA": data, "CODE": plots + code}
@@ -303,12 +303,6 @@ def html(gathered: dict[str, Any], title: str) -> str:
 
     # In one pass: data is not looked through.
     return re.sub(rf"@@(?:[A-Z]+|{WORD.pattern}\))@@", part, page)
-
-
-def _words(catalogue: Catalogue, sources: str) -> dict[str, str]:
-    """Returns the translations of the page's words, which the catalogue has after MARK, so as to match no message."""
-    texts = (match["word"] for match in WORD.finditer(sources))
-    return {text: catalogue.text(MARK + text).removeprefix(MARK) for text in texts}
 
 
 def _finite(value: Any) -> Any:
