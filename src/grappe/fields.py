@@ -183,15 +183,12 @@ def check_values(value: Any) -> None:
 def docs(cls: type) -> dict[str, str]:
     """Returns the docstring under each field of a dataclass, by the field's name, in the order of the source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
-    return {
-        field.target.id: inspect.cleandoc(text.value.value)
-        for field, text in pairwise(body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }
+    texts = {}
+    for pair in pairwise(body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[name] = inspect.cleandoc(text)
+    return texts
 
 
 def seconds(text: str, name: str) -> float:

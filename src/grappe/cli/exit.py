@@ -94,9 +94,9 @@ def _leave_communication(code: int) -> None:
     """
     from torch import distributed
 
-    leaves = distributed.is_available() and distributed.is_initialized()
-    if code not in (EXIT_FAILURE, EXIT_USAGE):
-        leaves = False
+    failed = code in (EXIT_FAILURE, EXIT_USAGE)
+    leaves = failed and distributed.is_available() and distributed.is_initialized()
+    if not failed:
         with contextlib.suppress(UsageError):  # `doctor` reports it, and continues
             leaves = rank_from_environment() is not None
     if leaves:

@@ -94,11 +94,9 @@ def run_training(request: Request, meanwhile: Callable[[], None] | None = None) 
             raise UsageError(f"--profile={rank}: there are process 0 to {request.plan.processes - 1}")
     for name in request.options.log:
         check_logger(name)
-    if request.run is not None and Run.is_run(request.run) and Run(request.run).is_finished():
-        finished = Run(request.run)
-        if not request.options.steps:
-            step = finished.read_description().get("step", 0)
-            return Result(run=finished.folder, status="finished before", step=step)
+    if not request.options.steps and request.run and Run.is_run(request.run) and Run(request.run).is_finished():
+        step = Run(request.run).read_description().get("step", 0)
+        return Result(run=Run(request.run).folder, status="finished before", step=step)
     if request.run is None and request.options.restarts:  # all starts are of one run
         request = dataclasses.replace(request, run=new_folder(request.base, request.task.name))
     return start(

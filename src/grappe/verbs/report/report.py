@@ -127,16 +127,14 @@ def _changed_code(runs: Sequence[Run]) -> list[dict[str, Any]]:
             if code := files.read_text(run.folder / CODE).splitlines():
                 named.append((run.folder.resolve().name, code))
     for name, code in named[1:]:
-        lines = list(difflib.unified_diff(named[0][1], code, named[0][0], name, lineterm="", n=2))
-        if lines:
+        if lines := list(difflib.unified_diff(named[0][1], code, named[0][0], name, lineterm="", n=2)):
             changes.append({"from": named[0][0], "to": name, "lines": lines[:LONGEST_DIFF], "all": len(lines)})
     return changes
 
 
 def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
     description = run.read_description()
-    steps: dict[str, Points] = {}
-    evaluations: dict[str, Points] = {}
+    steps, evaluations = dict[str, Points](), dict[str, Points]()
     last, seconds = 0, 0.0
     axes: list[tuple[int, float, float]] = []
     for record in run.records():
@@ -154,8 +152,7 @@ def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
             if name not in hidden and (value is None or _is_number(value)):
                 rounded = None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
                 curves.setdefault(name, []).append((step, rounded))
-    failures = [note for note in failure_notes(run.folder.parent) if note.run == run.folder.name]
-    if failures:
+    if failures := [note for note in failure_notes(run.folder.parent) if note.run == run.folder.name]:
         description["notes on nodes"] = [
             f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(note.at))} {note.node}, job {note.start}: {note.evidence}"
             for note in failures
