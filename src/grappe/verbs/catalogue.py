@@ -80,17 +80,14 @@ def gpu_list() -> Group:
                 everywhere.setdefault(site.node.gpu, []).append(name)
     sheets = devices()
     precisions = list(dict.fromkeys(precision for device in sheets for precision in device.tflops))
-    table = plain_table("GPU", "generation", "GB", *precisions, "memory", "link", "W", "sites")
+    columns, rows = ("GPU", "generation", "GB", *precisions, "memory", "link", "W", "sites"), []
     for device in sheets:
         cells = [f"{device.tflops[name]:g}" if name in device.tflops else "-" for name in precisions]
-        figures = (device.bandwidth_gb, device.link_gb, device.watts)
-        has_it = [site for name in device.names for site in everywhere.get(name, ())]
-        table.add_row(
-            device.title, device.generation, device.memory_gb, *cells, *(f"{figure:g}" for figure in figures),
-            ", ".join(has_it),
-        )  # fmt: skip
+        figures = [f"{figure:g}" for figure in (device.bandwidth_gb, device.link_gb, device.watts)]
+        has_it = ", ".join(site for name in device.names for site in everywhere.get(name, ()))
+        rows.append((device.title, device.generation, device.memory_gb, *cells, *figures, has_it))
     units = f"{precisions[0]} to {precisions[-1]}: peak TFLOP/s without sparsity; memory and link: GB/s"
-    return Group(table, f"{units}; from data sheets")
+    return Group(filled_table(columns, rows), f"{units}; from data sheets")
 
 
 def site_facts(name: str) -> Table:

@@ -32,6 +32,7 @@ WINDOWS = 100  # of steps, over which a speed is a mean
 LONGEST_DIFF = 400  # lines
 TITLED = 3  # runs that the page's title names
 POINTS = 800  # of a curve; a screen has no more
+NO_SCORES = ("step", "samples", "count")  # numbers of an evaluation
 NOT_CURVES = frozenset({"kind", "step", "epoch", "samples", "count", "seconds", "data", "device", "skipped"})
 PARTS_OF_NOISE = frozenset({"steps", "variance", "gradient_square"})  # which the noise scale is made of
 LISTS = {"measurement": "points", "lr-find": "curves"}
@@ -342,7 +343,9 @@ def compared(runs: Sequence[Run]) -> dict[str, Any]:
     names = sorted({key: 0 for each in settings for key in each}, key=lambda key: key == SEED)  # the seed last
     keys = [key for key in names if len({each.get(key) for each in settings}) > 1]
     evaluations = [list(run.records("evaluation")) for run in runs]
-    metric = next((name for records in evaluations for name in _scores(records) if not name.startswith("loss")), "loss")
+    lasts = [records[-1] for records in evaluations if records]
+    scores = [name for last in lasts for name in last if name not in NO_SCORES and _value(last, name) is not None]
+    metric = next((name for name in scores if not name.startswith("loss")), "loss")
     lower = metric.startswith("loss") or any(metric in each.get("lower_is_better", ()) for each in descriptions)
     labels = []
     for description, setting in zip(descriptions, settings, strict=True):
@@ -410,12 +413,6 @@ def _groups(rows: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, s
         deviation = {name: statistics.stdev(column) for name, column in complete.items()}
         made.append({"rows": places, "mean": mean, "deviation": deviation})
     return made
-
-
-def _scores(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lists the names of the scores of the last evaluation that are single numbers."""
-    last = records[-1] if records else {}
-    return [name for name in last if name not in ("step", "samples", "count") and _value(last, name) is not None]
 
 
 def _value(record: Mapping[str, Any], name: str) -> float | None:
