@@ -38,8 +38,7 @@ def plan_keys() -> str:
     """A line for every key of a plan: its default, what it is, and the engines that support it."""
     lines = ["| key | default | what it is | engines |", "|---|---|---|---|"]
     for key, default, meaning, able in support():
-        able_engines = [name for name, supported in zip(engines.names(), able, strict=True) if supported]
-        shown = "all" if all(able) else ", ".join(able_engines)
+        shown = "all" if able == engines.names() else ", ".join(able)
         lines.append(f"| `{key}` | {default.lower()} | {meaning} | {shown} |")
     return "\n".join(lines)
 

@@ -138,17 +138,16 @@ def _plan_keys(language: str) -> dict[str, str]:
     lines = [f"# {head}", "", about, ""]
     kinds = {field.name: api.annotation(field.type) for field in dataclasses.fields(Plan)}
     notes = tomllib.loads((DOCS / "site" / "plan_keys.toml").read_text())
-    rows = [("engine", Plan().engine, fields.docs(Plan)["engine"].removesuffix("."), [True]), *support()]
+    rows = [("engine", Plan().engine, fields.docs(Plan)["engine"].removesuffix("."), engines.names()), *support()]
     colon = " :" if language == "fr" else ":"
     for key, default, meaning, able in rows:
-        able_engines = [name for name, supported in zip(engines.names(), able, strict=False) if supported]
         text = meaning if language == "en" else str(catalogue_of(language).message(meaning))
-        supporting = ", ".join(f"`{name}`" for name in able_engines) + f" ({refused})"
+        supporting = ", ".join(f"`{name}`" for name in able) + f" ({refused})"
         facts = {
             torch_name: notes[key].get("torch"),
             kind: f"`{kinds[key]}`",
             default_name: f"`{default}`",
-            engines_name: every if all(able) else supporting,
+            engines_name: every if able == engines.names() else supporting,
         }
         page = [f"# `{key}`", "", f"{text}.", ""]
         page += [f"- {name}{colon} {fact}" for name, fact in facts.items() if fact]

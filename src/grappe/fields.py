@@ -25,6 +25,12 @@ DAYS = re.compile(r"(\d{1,9})-(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII
 """Slurm's form with days: hours come next, D-HH, D-HH:MM or D-HH:MM:SS (man sbatch, --time)."""
 LARGEST = 2**63
 """Whole numbers are below it, as in torch's tensors."""
+WORDS = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+    **dict.fromkeys(("none", "auto", "null"), None),
+}
+"""Words for True, False and None."""
 DIGITS = 18
 """Most digits of a number in a list."""
 
@@ -96,27 +102,36 @@ def convert(kind: Any, text: str) -> Any:
     Raises:
         ValueError: `text` is not such a value; the message says what is expected ("a whole number").
     """
-    origin = get_origin(kind)
+    origin, lower = get_origin(kind), text.lower()
     if origin is Literal:
-        return _choice(get_args(kind), text)
+        for choice in get_args(kind):
+            if str(choice) == text:
+                return choice
+        raise ValueError(f"one of {', '.join(str(choice) for choice in get_args(kind))}")
     if origin in (Union, types.UnionType):
-        return _first_that_fits(get_args(kind), text)
-    if kind is bool:
-        return _boolean(text)
-    if kind is int:
-        number = _number(int, text.replace("_", ""), "a whole number")
-        if not -LARGEST <= number < LARGEST:
+        messages = []
+        # None before str, so that `none` means nothing and not the word.
+        for part in sorted(get_args(kind), key=lambda part: (part is str, part is not type(None))):
+            try:
+                return convert(part, text)
+            except ValueError as error:
+                messages.append(str(error))
+        raise ValueError(" or ".join(messages))
+    if kind in (bool, type(None)):
+        if lower not in WORDS or not isinstance(WORDS[lower], kind):
+            raise ValueError("true or false" if kind is bool else "none")
+        return WORDS[lower]
+    if kind in (int, float):
+        try:
+            number = kind(text.replace("_", "") if kind is int else text)
+        except ValueError:
+            raise ValueError("a whole number" if kind is int else "a number") from None
+        if kind is int and not -LARGEST <= number < LARGEST:
             raise ValueError("a whole number below 2^63")
         return number
-    if kind is float:
-        return _number(float, text, "a number")
-    if kind is type(None):
-        if text.lower() in ("none", "auto", "null"):
-            return None
-        raise ValueError("none")
-    if kind is str:
-        return text
-    raise ValueError(f"settable from text (its type is {kind}): set it in Python")
+    if kind is not str:
+        raise ValueError(f"settable from text (its type is {kind}): set it in Python")
+    return text
 
 
 def text_of(value: object) -> str:
@@ -168,15 +183,12 @@ def check_values(value: Any) -> None:
 def docs(cls: type) -> dict[str, str]:
     """Returns the docstring under each field of a dataclass, by the field's name, in the order of the source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
-    return {
-        field.target.id: inspect.cleandoc(text.value.value)
-        for field, text in pairwise(body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }
+    texts = {}
+    for pair in pairwise(body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[name] = inspect.cleandoc(text)
+    return texts
 
 
 def seconds(text: str, name: str) -> float:
@@ -319,36 +331,3 @@ def at_least(instance: Any, least: int, *names: str) -> None:
         value = getattr(instance, name)
         if value is not None and value < least:
             raise UsageError(f"--{name.replace('_', '-')}={value}: it must be at least {least}")
-
-
-def _choice(choices: tuple[Any, ...], text: str) -> Any:
-    for choice in choices:
-        if str(choice) == text:
-            return choice
-    raise ValueError(f"one of {', '.join(str(choice) for choice in choices)}")
-
-
-def _first_that_fits(kinds: tuple[Any, ...], text: str) -> Any:
-    messages = []
-    # None before str, so that `none` means nothing and not the word.
-    for kind in sorted(kinds, key=lambda kind: (kind is str, kind is not type(None))):
-        try:
-            return convert(kind, text)
-        except ValueError as error:
-            messages.append(str(error))
-    raise ValueError(" or ".join(messages))
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() in ("true", "yes", "on", "1"):
-        return True
-    if text.lower() in ("false", "no", "off", "0"):
-        return False
-    raise ValueError("true or false")
-
-
-def _number(kind: Any, text: str, what: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(what) from None

@@ -9,10 +9,9 @@ import inspect
 import pkgutil
 import sys
 import tokenize
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
 
 from grappe import fields
 from grappe.errors import GrappeError, TaskError, UsageError, nearest, user_code
@@ -20,7 +19,6 @@ from grappe.errors.causes import broken_package
 from grappe.plan import Plan
 from grappe.task import Task
 
-T = TypeVar("T")
 SHIPPED = Path(__file__).with_name("tasks")
 
 
@@ -54,12 +52,25 @@ def find(reference: str, root: str = "") -> type[Task]:
             f"the task {name} was made in a script or a notebook, and is not here: load it there, and give it "
             f"in Python, as in grappe.evaluate(run, task={name}())"
         )
-    if place.endswith(".py"):
-        module = _executed(lambda: module_of_file(Path(place), "task"), place)
-    elif "." in place or name:
-        module = _imported(place, place) if shipped(reference) else _users(place, root)
-    else:
-        module = _imported(f"grappe.tasks.{place}", place)
+    own = not place.endswith(".py") and not shipped(reference)
+    if own and (folder := root or str(Path.cwd())) not in sys.path:  # from `root`, or found as in a script
+        sys.path.insert(0, folder)
+    from grappe.data.seeded import seeded
+
+    try:
+        # Random numbers that a file draws when it is loaded (a model's weights) are the same in every process.
+        with seeded(0):
+            if place.endswith(".py"):
+                module = module_of_file(Path(place), "task")
+            else:
+                module = importlib.import_module(place if "." in place or name else f"grappe.tasks.{place}")
+    except GrappeError:
+        raise
+    except (Exception, SystemExit) as error:  # nor is a script that ends itself a task file
+        why = broken_package(error) or user_code.sentence(error)
+        raise TaskError(f"the task {place} cannot be loaded: {why}") from error
+    if own and root and not Path(str(module.__file__)).resolve().is_relative_to(Path(root).resolve()):
+        raise TaskError(f"the task {place} was trained from {root}, and Python finds it in {module.__file__} now")
     return _class_in(module, name, reference)
 
 
@@ -126,35 +137,6 @@ def module_of_file(path: Path, kind: str) -> ModuleType:
         sys.path.insert(0, str(path.parent))  # so that it may import its neighbours, as when it is run
     spec.loader.exec_module(module)
     return module
-
-
-def _imported(name: str, shown: str) -> ModuleType:
-    return _executed(lambda: importlib.import_module(name), shown)
-
-
-def _users(place: str, root: str) -> ModuleType:
-    """A module of the user's own, from `root`, or seen from the working folder as in a script."""
-    folder = root or str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    module = _imported(place, place)
-    if root and not Path(str(module.__file__)).resolve().is_relative_to(Path(root).resolve()):
-        raise TaskError(f"the task {place} was trained from {root}, and Python finds it in {module.__file__} now")
-    return module
-
-
-def _executed(load: Callable[[], T], shown: str) -> T:
-    from grappe.data.seeded import seeded
-
-    try:
-        # Random numbers that a file draws when it is loaded (a model's weights) are the same in every process.
-        with seeded(0):
-            return load()
-    except GrappeError:
-        raise
-    except (Exception, SystemExit) as error:  # nor is a script that ends itself a task file
-        why = broken_package(error) or user_code.sentence(error)
-        raise TaskError(f"the task {shown} cannot be loaded: {why}") from error
 
 
 def _class_in(module: ModuleType, name: str, reference: str) -> type[Task]:

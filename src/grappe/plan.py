@@ -15,6 +15,8 @@ from grappe.errors import PlanError, UsageError
 Rounding = Literal["fp32", "bf16", "int8"]
 """Number format of weights that are written."""
 MOST_THREADS = 4096
+DEGREES = ("pipeline", "replicate", "shard", "domain", "tensor")
+"""Keys whose product is the number of processes."""
 WHOLE_DRAWS = 4
 """Parts of a batch up to which dropout=auto has each part draw for all: a fifth to a half more time; 8 parts: twice."""
 OWN_STATISTICS = frozenset({"horovod", "textbook"})
@@ -98,18 +100,8 @@ class Plan:
     """Samples in each batch of an evaluation, over all processes; auto: twice a microbatch's."""
 
     def __post_init__(self) -> None:
-        for name in ("replicate", "shard", "pipeline", "tensor", "domain", "microbatches", "per_device"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name}={getattr(self, name)}: it must be at least 1")
-        for name, least in (
-            ("threads", 1),
-            ("workers", 0),
-            ("exact", 0),
-            ("check", 0),
-            ("stages", 1),
-            ("prefetch", 1),
-            ("validation_batch", 1),
-        ):
+        at_least = dict.fromkeys((*DEGREES, "microbatches", "per_device", "stages", "prefetch", "validation_batch"), 1)
+        for name, least in {**at_least, "threads": 1, "workers": 0, "exact": 0, "check": 0}.items():
             value = getattr(self, name)
             most = MOST_THREADS if name in ("threads", "workers") else value
             if value is not None and not least <= value <= most:
@@ -131,10 +123,10 @@ class Plan:
             raise PlanError(
                 f"exact={self.exact} with {self.data_parallel} slices: pieces are summed in a binary tree, whole "
                 f"subtrees by each process, so exact must be a power of two (such as 8), and the processes one of its "
-                f"divisors: replicate={1 << most.bit_length() - 1}, say"
+                f"divisors: for example replicate={1 << most.bit_length() - 1}"
             )
         if self.check and not self.exact:
-            raise PlanError(f"check={self.check} compares the pieces of exact to the bit: add exact=8, say")
+            raise PlanError(f"check={self.check} compares the pieces of exact to the bit: add for example exact=8")
         if self.cut == "batch" and self.domain == 1:
             raise PlanError("cut=batch is what domain cuts: write domain=2,cut=batch, or more processes")
         if self.schedule != "1f1b" and self.pipeline == 1:
@@ -255,28 +247,23 @@ class Plan:
         """Raises PlanError if the plan's product is not the world size."""
         if self.processes == processes:
             return
-        names = [name for name in ("pipeline", "replicate", "shard", "domain", "tensor") if getattr(self, name) > 1]
+        names = [name for name in DEGREES if getattr(self, name) > 1]
         product = " x ".join(f"{name}={getattr(self, name)}" for name in names) or "one process"
-        raise PlanError(
-            f"plan needs {self.processes} process{'es' if self.processes > 1 else ''} ({product}), "
-            f"this job has {processes}: {self._remedy(processes, names)}"
-        )
-
-    def _remedy(self, processes: int, names: list[str]) -> str:
         name = names[-1] if names else "replicate"
         rest = self.processes // getattr(self, name)
+        remedy = f"ask for {self.processes}, or choose degrees whose product is {processes}"
         if processes % rest == 0 and processes > 1:
-            return f"use {name}={processes // rest}, or ask for {self.processes}"
-        return f"ask for {self.processes}, or choose degrees whose product is {processes}"
+            remedy = f"use {name}={processes // rest}, or ask for {self.processes}"
+        raise PlanError(
+            f"plan needs {self.processes} process{'es' if self.processes > 1 else ''} ({product}), "
+            f"this job has {processes}: {remedy}"
+        )
 
     def __str__(self) -> str:
         """Writes the plan as text, without defaults: `replicate=2,precision=bf16`; empty for one process."""
-        parts = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                parts.append(field.name if value is True else f"{field.name}={value}")
-        return ",".join(parts)
+        changed = self.changed_keys()
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in changed}
+        return ",".join(name if value is True else f"{name}={value}" for name, value in values.items())
 
     @classmethod
     def parse(cls, text: str) -> Plan:

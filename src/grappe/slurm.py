@@ -103,11 +103,7 @@ def logs(contains: Job | str = "", base: Path | str = BASE) -> list[Path]:
     """Lists the log files of a job, or of all runs under `base` whose name or job contains a text; newest first."""
     if isinstance(contains, Job):
         return log_files(contains.run)
-    folders = sorted(
-        (folder for folder in Path(base).absolute().glob("*/logs")),
-        key=lambda folder: folder.stat().st_mtime,
-        reverse=True,
-    )
+    folders = sorted(Path(base).absolute().glob("*/logs"), key=lambda folder: folder.stat().st_mtime, reverse=True)
     return [
         file
         for folder in folders

@@ -65,7 +65,7 @@ class Task:
     clip: float | None = None
     """Bound on the gradient's global norm."""
     ema: float | None = None
-    """Decay of a moving average of the weights, 0.999 say, which is then evaluated, loaded and exported."""
+    """Decay of a moving average of the weights, such as 0.999, which is then evaluated, loaded and exported."""
     downloads: ClassVar[tuple[Download, ...]] = ()
     """Files that `grappe fetch` downloads for `data`, on a machine with internet."""
     whole_batch_loss: ClassVar[bool] = False
@@ -73,12 +73,11 @@ class Task:
     monitor: ClassVar[str] = "loss"
     """The score of each evaluation that a ReduceLROnPlateau is given: the loss, or another by its name."""
     consecutive_batches: ClassVar[bool] = False
-    """Set where a batch goes on where the last one ended, row by row: evaluations then have batches of `batch_size`."""
+    """Set where a batch continues the last one, row by row: evaluations then have batches of `batch_size`."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        _refuse_hidden_methods(cls)
-        _refuse_unannotated(cls)
+        _refuse_fields(cls)
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
@@ -89,7 +88,6 @@ class Task:
         check_values(self)
         if self.clip is not None and not self.clip > 0:
             raise TaskError(f"clip={self.clip}: it bounds the gradient's norm, so it must be above 0 (or none)")
-
         if self.ema is not None and not 0 < self.ema < 1:
             raise TaskError(f"ema={self.ema}: the decay of an average is between 0 and 1, such as 0.999 (or none)")
 
@@ -160,7 +158,7 @@ class Task:
         """
 
     def metrics(self) -> Mapping[str, torchmetrics.Metric]:
-        """Metrics that evaluation reports besides the loss; each is updated with (output, target)."""
+        """Metrics that evaluation reports in addition to the loss; each is updated with (output, target)."""
         return {}
 
     def training_metrics(self) -> Mapping[str, torchmetrics.Metric]:
@@ -227,7 +225,7 @@ class Task:
         """Returns the dimension that `domain` cuts of each tensor of a batch's inputs and targets, nested alike.
 
         A number, or None for what stays whole. Without it: the height (or depth) of images [B, C, H, …], else the
-        length of token ids [B, T]; and of every other tensor that has the same sizes, masks of pixels say.
+        length of token ids [B, T]; and of every other tensor that has the same sizes, such as masks of pixels.
         """
         raise NotImplementedError
 
@@ -281,22 +279,24 @@ def check_signatures(task: Task) -> None:
             signature = inspect.signature(getattr(task, name))
             further = {"training": True} if name == "augment" and "training" in signature.parameters else {}
             signature.bind(*meant[1:], **further)
-        except TypeError as error:
-            _refuse_signature(task, name, meant, error)
-        except ValueError as error:  # it has no `self`; or torch's own code, which says nothing of its arguments
-            if inspect.isroutine(getattr(type(task), name)) and "invalid method" in str(error):
-                _refuse_signature(task, name, meant, error)
+        except (TypeError, ValueError) as error:
+            without_self = inspect.isroutine(getattr(type(task), name)) and "invalid method" in str(error)
+            if isinstance(error, ValueError) and not without_self:  # torch's own code says nothing of its arguments
+                continue
+            raise TaskError(
+                f"{type(task).__name__}.{name}() does not accept its arguments ({error}): write "
+                f"def {name}({', '.join(meant)}){at(task, name)}"
+            ) from error
 
 
-def _refuse_signature(task: Task, name: str, meant: Sequence[str], error: Exception) -> None:
-    raise TaskError(
-        f"{type(task).__name__}.{name}() does not accept its arguments ({error}): write "
-        f"def {name}({', '.join(meant)}){at(task, name)}"
-    )
-
-
-def _refuse_unannotated(cls: type) -> None:
-    """Without its type a name is no field, and the field that it was to set would keep the value before."""
+def _refuse_fields(cls: type) -> None:
+    """Refuses a field that hides a method, and one without its type, which would keep the value before."""
+    for name in inspect.get_annotations(cls):
+        if name in parts():
+            raise TaskError(
+                f"{cls.__name__}: the field '{name}' hides the method '{name}()': call it {name}_, which is typed "
+                f"{name}=…"
+            )
     bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
     inherited = {field.name for base in bases for field in dataclasses.fields(base)}
     for name, value in vars(cls).items():
@@ -304,13 +304,4 @@ def _refuse_unannotated(cls: type) -> None:
             raise TaskError(
                 f"{cls.__name__}: {name} = {value!r} has no type, so it would not count: write "
                 f"{name}: {type(value).__name__} = {value!r} ({place_in(traceback.extract_stack())})"
-            )
-
-
-def _refuse_hidden_methods(cls: type) -> None:
-    for name in inspect.get_annotations(cls):
-        if name in parts():
-            raise TaskError(
-                f"{cls.__name__}: the field '{name}' hides the method '{name}()': call it {name}_, which is typed "
-                f"{name}=…"
             )

@@ -147,19 +147,19 @@ WORDS = st.text(st.sampled_from("ab {}'é\n"), max_size=12)
     ],
 )
 def test_a_message_gives_its_values(template: str, message: str, values: list[str] | None) -> None:
-    assert Template.of(template, "").values(message) == values
+    assert Template(template, "").values(message) == values
 
 
 def test_values_are_filled_in() -> None:
-    template = Template.of("plan: {name}={text} is not {what}", "plan : {name}={text} n'est pas {what}")
+    template = Template("plan: {name}={text} is not {what}", "plan : {name}={text} n'est pas {what}")
     assert template.filled(["a", "b", "un nombre"]) == "plan : a=b n'est pas un nombre"
-    template = Template.of("write {{…}} into {file}", "écrivez {{…}} dans {file}")
+    template = Template("write {{…}} into {file}", "écrivez {{…}} dans {file}")
     assert template.filled(["{0.__class__}"]) == "écrivez {…} dans {0.__class__}"
 
 
 def test_a_value_in_quotation_marks_and_one_that_a_user_typed_are_names() -> None:
-    assert Template.of("no '{a}' in {b}, `{c}`", "").kept == {0, 2}
-    assert Template.of("{what}: {key}={shown} or --to {place}: {error} and {file2}", "").kept == {1, 2, 3, 5}
+    assert Template("no '{a}' in {b}, `{c}`", "").kept == {0, 2}
+    assert Template("{what}: {key}={shown} or --to {place}: {error} and {file2}", "").kept == {1, 2, 3, 5}
 
 
 def test_a_brace_alone_is_refused() -> None:
@@ -172,7 +172,7 @@ def test_what_a_template_made_matches_it(texts: list[str], values: list[str]) ->
     doubled = [one.replace("{", "{{").replace("}", "}}") for one in texts]
     template = doubled[0] + "".join(f"{{x{i}}}{one}" for i, one in enumerate(doubled[1:]))
     message = texts[0] + "".join(value + one for value, one in zip(values, texts[1:], strict=False))
-    found = Template.of(template, template)
+    found = Template(template, template)
     given_values = found.values(message)
     assert given_values is not None
     assert found.filled(given_values) == message

@@ -31,7 +31,6 @@ from grappe.verbs.submit.resources import Submission, allocation, line_in_alloca
 
 if TYPE_CHECKING:
     from grappe.sites.script import Script
-    from grappe.verbs.submit.submit import Submitted
 
 DEFAULTS = JobOptions()
 NOT_IN_JOBS = ("fetch", "submit", "queue", "logs", "wait", "cancel", "sites", "gpus")
@@ -95,26 +94,18 @@ def submit(
                 complain(f"grappe: warning: {text}")
         warned |= set(submitted.warnings)
         jobs.append(submitted)
-        if not json:
-            _show_submitted(submitted)
+        if not json and not submitted.job:
+            write(submitted.text, end="")
+        elif not json:
+            cost = f"job {submitted.job}: {submitted.cost}; run {submitted.run}"
+            for text in filter(None, (submitted.torch, cost, submitted.time_note)):
+                show(text)
+            if submitted.note:
+                complain(f"grappe: the packages of its environment were not checked: {submitted.note}")
     if json:
         show_json("submit", jobs=jobs, dry_run=dry_run)
     elif dry_run:
         complain(f"grappe: job.sh, which a script sources, is a copy of {FUNCTIONS}")
-
-
-def _show_submitted(submitted: Submitted) -> None:
-    """Shows one job, or the script of --dry-run."""
-    if not submitted.job:
-        write(submitted.text, end="")
-        return
-    if submitted.torch:
-        show(submitted.torch)
-    show(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
-    if submitted.time_note:
-        show(submitted.time_note)
-    if submitted.note:
-        complain(f"grappe: the packages of its environment were not checked: {submitted.note}")
 
 
 def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> None:
@@ -201,13 +192,12 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
 @app.command
 def queue(*, runs: RunsFolder = RUNS, json: Json = False) -> None:
     """List your jobs in Slurm's queue, by run: state, reason, expected start."""
-    from grappe.verbs.submit.jobs import queue as verb
-    from grappe.verbs.submit.jobs import runs_of
+    from grappe.verbs.submit import jobs as verb
 
     if not json:
-        show(verb(runs))
+        show(verb.queue(runs))
         return
-    folders, entries = runs_of(runs), slurm.queue()
+    folders, entries = verb.runs_of(runs), slurm.queue()
     jobs = [dataclasses.asdict(entry) | {"run": folders.get(entry.job.partition("_")[0])} for entry in entries]
     show_json("queue", jobs=jobs)
 

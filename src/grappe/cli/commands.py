@@ -112,9 +112,7 @@ def train(
         from grappe.verbs.runs import facts
 
         show_json("runs", runs=facts(runs, result.run))
-    if result.status != "interrupted":
-        return EXIT_OK
-    return interrupted()
+    return interrupted() if result.status == "interrupted" else EXIT_OK
 
 
 @app.command
@@ -227,7 +225,6 @@ def predict(
     output.check(out, streams=False)
     from grappe.verbs.predict import predict as verb
     from grappe.verbs.predict.inputs import files_of
-    from grappe.verbs.predict.predict import save
 
     if run.is_dir():
         preflight([plan], once=True)
@@ -241,7 +238,7 @@ def predict(
         list(predictions)
         return
     if out is not None:
-        save(out, predictions)
+        verb.save(out, predictions)
         return
     for index, prediction in enumerate(predictions):
         if not index:
@@ -268,21 +265,18 @@ def runs(
     json: Json = False,
 ) -> None:
     """List the runs, or describe one: its task, plan, progress and checkpoints."""
-    from grappe.verbs.runs import describe, facts, listing
+    from grappe.verbs import runs as verb
 
     if race is not None:
-        from grappe.verbs.runs import board, target_of
-        from grappe.verbs.runs import race as verb
-
         if run is not None:
             raise UsageError("--race ranks all runs of a folder: leave RUN out, and give --runs FOLDER")
-        target = target_of(race)
-        entries = verb(runs, target)
-        show_either(json, "race", board(entries, target, by), target=target, runs=entries)
+        target = verb.target_of(race)
+        entries = verb.race(runs, target)
+        show_either(json, "race", verb.board(entries, target, by), target=target, runs=entries)
     elif json:
-        show_json("runs", runs=facts(runs, run, tag))
+        show_json("runs", runs=verb.facts(runs, run, tag))
     else:
-        show(describe(run) if run is not None else listing(runs, tag, everything=all_))
+        show(verb.describe(run) if run is not None else verb.listing(runs, tag, everything=all_))
 
 
 @app.command
@@ -332,11 +326,8 @@ def engines(*, json: Json = False) -> None:
     from grappe import engines as available
     from grappe.verbs.catalogue import plan_table, support
 
-    names, keys = available.names(), []
-    for key, default, what, row in support():
-        able = [name for name, is_able in zip(names, row, strict=True) if is_able]
-        keys.append({"key": key, "default": default, "what": what, "engines": able})
-    show_either(json, "engines", plan_table(), engines=names, keys=keys)
+    keys = [dict(zip(("key", "default", "what", "engines"), row, strict=True)) for row in support()]
+    show_either(json, "engines", plan_table(), engines=available.names(), keys=keys)
 
 
 @app.command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cyclopts import App, ArgumentCollection, CycloptsError, UnknownCommandError, UnknownOptionError
 from cyclopts.exceptions import MissingArgumentError, UnusedCliTokensError
@@ -14,60 +14,49 @@ from grappe.fields import hints
 from grappe.plan import Plan
 from grappe.task import Task
 
-COMMANDS = {
-    typed: command
-    for command, words in {
-        "cancel": ("kill", "stop"), "doctor": ("diagnose", "env", "info"), "engines": ("keys", "plan", "plans"),
-        "evaluate": ("eval", "test", "validate"), "fetch": ("datasets", "download"), "follow": ("watch",),
-        "gpus": ("devices", "gpu"), "lr-find": ("lr", "lr_find"),
-        "measure": ("bench", "benchmark", "profile", "profiler"), "predict": ("infer",),
-        "prune": ("clean", "delete", "remove", "rm"), "report": ("plot", "tensorboard"),
-        "runs": ("history", "list", "ls", "show", "status"), "submit": ("sbatch",),
-        "tasks": ("examples", "models"), "train": ("fit", "run"), "tune": ("search", "sweep"), "verify": ("check",),
-    }.items()
-    for typed in words
-}  # fmt: skip
+
+def _by_word(words: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    return {typed: meant for meant, each in words.items() for typed in each}
+
+
+COMMANDS = _by_word({
+    "cancel": ("kill", "stop"), "doctor": ("diagnose", "env", "info"), "engines": ("keys", "plan", "plans"),
+    "evaluate": ("eval", "test", "validate"), "fetch": ("datasets", "download"), "follow": ("watch",),
+    "gpus": ("devices", "gpu"), "lr-find": ("lr", "lr_find"),
+    "measure": ("bench", "benchmark", "profile", "profiler"), "predict": ("infer",),
+    "prune": ("clean", "delete", "remove", "rm"), "report": ("plot", "tensorboard"),
+    "runs": ("history", "list", "ls", "show", "status"), "submit": ("sbatch",),
+    "tasks": ("examples", "models"), "train": ("fit", "run"), "tune": ("search", "sweep"), "verify": ("check",),
+})  # fmt: skip
 """Words that people type, and the command for each."""
 
-OPTIONS = {
-    typed: option
-    for option, words in {
-        "--callback": ("watch", "watcher"), "--dry-run": ("preview", "show"),
-        "--from": ("checkpoint", "ckpt", "pretrained", "weights"), "--job-time": ("time",),
-        "--log tensorboard": ("tensorboard",), "--log wandb": ("wandb",), "--out": ("html", "output", "to"),
-        "--run": ("checkpoint_dir", "output_dir", "save_dir"), "--runs": ("base", "folder", "history"),
-        "--smoke": ("dry_run",),
-    }.items()
-    for typed in words
-}  # fmt: skip
+OPTIONS = _by_word({
+    "--callback": ("watch", "watcher"), "--dry-run": ("preview", "show"),
+    "--from": ("checkpoint", "ckpt", "pretrained", "weights"), "--job-time": ("time",),
+    "--log tensorboard": ("tensorboard",), "--log wandb": ("wandb",), "--out": ("html", "output", "to"),
+    "--run": ("checkpoint_dir", "output_dir", "save_dir"), "--runs": ("base", "folder", "history"),
+    "--smoke": ("dry_run",),
+})  # fmt: skip
 """Options that people type, or that once were, and the option that does it, of a command that has it."""
 
-FIELDS = {
-    typed: field
-    for field, words in {
-        "batch_size": ("b", "batch", "bs"), "epochs": ("e", "max_epochs", "num_epochs"),
-        "lr": ("base_lr", "learning_rate"),
-    }.items()
-    for typed in words
-}  # fmt: skip
+FIELDS = _by_word({
+    "batch_size": ("b", "batch", "bs"), "epochs": ("e", "max_epochs", "num_epochs"),
+    "lr": ("base_lr", "learning_rate"),
+})  # fmt: skip
 """Words that people type, and the task's field for each."""
 
-PLAN_WORDS = {
-    typed: key
-    for key, words in {
-        "microbatches={}": (
-            "accumulate", "accumulate_grad_batches", "gradient_accumulation", "gradient_accumulation_steps",
-        ),
-        "device=cpu": ("cpu", "no_cuda"), "device=cuda": ("cuda", "gpu"),
-        "pipeline={}": ("pp",), "precision=bf16": ("amp", "bf16"), "precision=fp16": ("fp16",),
-        "recompute": ("activation_checkpointing", "gradient_checkpointing"),
-        "replicate={}": (
-            "ddp", "devices", "gpus", "nproc", "nproc_per_node", "num_gpus", "num_processes", "processes", "ranks",
-        ),
-        "shard={}": ("fsdp",), "tensor={}": ("tp",), "workers={}": ("num_workers",),
-    }.items()
-    for typed in words
-}  # fmt: skip
+PLAN_WORDS = _by_word({
+    "microbatches={}": (
+        "accumulate", "accumulate_grad_batches", "gradient_accumulation", "gradient_accumulation_steps",
+    ),
+    "device=cpu": ("cpu", "no_cuda"), "device=cuda": ("cuda", "gpu"),
+    "pipeline={}": ("pp",), "precision=bf16": ("amp", "bf16"), "precision=fp16": ("fp16",),
+    "recompute": ("activation_checkpointing", "gradient_checkpointing"),
+    "replicate={}": (
+        "ddp", "devices", "gpus", "nproc", "nproc_per_node", "num_gpus", "num_processes", "processes", "ranks",
+    ),
+    "shard={}": ("fsdp",), "tensor={}": ("tp",), "workers={}": ("num_workers",),
+})  # fmt: skip
 """Options that people type, and the words of a plan for each."""
 
 
@@ -89,10 +78,8 @@ def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> Usage
         name = error.argument.names[0]
         older = [text for text in arguments if OPTIONS.get(text.partition("=")[0].lstrip("-")) == name]
         dashed = [text for text in arguments if text.startswith("--") and text.partition("=")[0][2:].upper() == name]
-        if dashed:
-            return UsageError(unknown_option(dashed[0], arguments, ArgumentCollection([error.argument])))
-        if older:
-            return UsageError(unknown_option(older[0], arguments, ArgumentCollection([error.argument])))
+        if meant := [*dashed, *older]:
+            return UsageError(unknown_option(meant[0], arguments, ArgumentCollection([error.argument])))
         if name == "TASK" and "--run" in arguments[:-1]:
             place = arguments.index("--run")
             rest = [*arguments[:place], *arguments[place + 2 :]]

@@ -94,10 +94,10 @@ def _leave_communication(code: int) -> None:
     """
     from torch import distributed
 
-    leaves = distributed.is_available() and distributed.is_initialized()
-    if code not in (EXIT_FAILURE, EXIT_USAGE):
-        leaves = False
-        with contextlib.suppress(UsageError):  # `doctor` reports it, and goes on
+    failed = code in (EXIT_FAILURE, EXIT_USAGE)
+    leaves = failed and distributed.is_available() and distributed.is_initialized()
+    if not failed:
+        with contextlib.suppress(UsageError):  # `doctor` reports it, and continues
             leaves = rank_from_environment() is not None
     if leaves:
         with contextlib.suppress(OSError):  # a reader who has left

@@ -127,15 +127,12 @@ class TranslatedHelp:
         return columns
 
     def _described(self, entry: HelpEntry) -> Any:
+        """Returns an entry's help, with the labels of texts like `[default: 3]` translated."""
         description = DescriptionRenderer()(entry)
-        if isinstance(description, InlineText):
-            description.texts = [self._labelled(text) for text in description.texts]
+        for text in description.texts if isinstance(description, InlineText) else ():
+            if label := next((start for start in LABELS if text.plain.startswith(start)), ""):
+                text.plain = self.text(label) + text.plain.removeprefix(label)
         return description
-
-    def _labelled(self, text: Text) -> Text:
-        """A text like `[default: 3]` with its label translated."""
-        label = next((start for start in LABELS if text.plain.startswith(start)), "")
-        return Text(self.text(label) + text.plain.removeprefix(label), text.style) if label else text
 
     def _translated(self, description: Any, *, one_line: bool = False) -> Any:
         """Translates each paragraph of a text, and joins its lines; commands, which are indented, keep their lines.

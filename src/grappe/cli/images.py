@@ -58,9 +58,7 @@ def index(
     if walk.is_corpus(source):
         _show_corpus("data-index", source, walk.index_corpus(source, dtype=dtype, end=end, again=again), json)
         return
-    from grappe.verbs.data.walk import index as verb
-
-    done = verb(source, labels=labels, numbering=numbering, again=again)
+    done = walk.index(source, labels=labels, numbering=numbering, again=again)
     progress("")
     facts = [("source", f"{source} ({done.kind})"), ("images", f"{done.images:,} of {done.classes:,} classes")]
     if done.left_out:
@@ -114,9 +112,7 @@ def check(
     if walk.is_corpus(source):
         _show_corpus("data-check", source, walk.index_corpus(source, dtype=dtype, end=end, check=True), json)
         return
-    from grappe.verbs.data.walk import check as verb
-
-    done = verb(source, labels=labels, numbering=numbering)
+    done = walk.check(source, labels=labels, numbering=numbering)
     if not json:
         for name, reason in done.bad[:_SHOWN]:
             say(f"{name}: {reason}")
@@ -155,11 +151,10 @@ def pack(
     moment, it is continued by the same command.
     """
     waiting(LOADING)
-    from grappe.verbs.data.pack import Packing
-    from grappe.verbs.data.pack import pack as verb
+    from grappe.verbs.data import pack as verb
 
-    form = Packing(short=short, quality=quality, per_shard=per_shard)
-    done = verb(source, out, form, labels=labels, numbering=numbering, dry_run=dry_run)
+    form = verb.Packing(short=short, quality=quality, per_shard=per_shard)
+    done = verb.pack(source, out, form, labels=labels, numbering=numbering, dry_run=dry_run)
     there = f", {done.were_there:,} of them by an earlier start" if done.were_there else ""
     shards = count_of(math.ceil(done.images / per_shard), "shard")
     facts = [
@@ -189,15 +184,14 @@ def tokenize(
     that run it at once share the work.
     """
     waiting(LOADING)
+    from grappe.data.corpus import tokenizing as verb
     from grappe.data.corpus.corpus import Corpus
-    from grappe.data.corpus.tokenizing import tokenize as verb
-    from grappe.data.corpus.tokenizing import tokenizer_of
     from grappe.verbs.data.walk import ProgressMeter
 
-    encode, name = tokenizer_of(tokenizer)
+    encode, name = verb.tokenizer_of(tokenizer)
     corpus = Corpus(source)
     meter = ProgressMeter("tokenizing", len(corpus), unit="rows")
-    done = verb(corpus, out, encode, column=column, end=end, name=name, report=meter.at)
+    done = verb.tokenize(corpus, out, encode, column=column, end=end, name=name, report=meter.at)
     meter.end()
     there = f", {done.were_there:,} of them by another start or process" if done.were_there else ""
     facts = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,9 +69,8 @@ def write_json(file: Path | None, kind: str, **content: Any) -> None:
 
 def _is_device(file: Path) -> bool:
     """Returns whether `file` is the standard output, a pipe or a device, which a rename would replace."""
-    kinds = (stat.S_ISFIFO, stat.S_ISCHR)
     with contextlib.suppress(OSError):
-        return _is_standard_output(file) or any(is_kind(file.stat().st_mode) for is_kind in kinds)
+        return _is_standard_output(file) or file.is_fifo() or file.is_char_device()
     return False
 
 

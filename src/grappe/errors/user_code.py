@@ -55,7 +55,7 @@ def calls_users(part: str) -> Callable[[Function], Function]:
 
 
 def part_of(error: BaseException) -> str | None:
-    """Finds the part of a task that an exception came from, without a line of the user's: a list for a dataset, say."""
+    """Finds the part of a task that an exception came from, without a line of the user's: a list for a dataset."""
     places = [(frame.filename, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     if WORKER.match(str(error)):
         places += [(file, name) for file, _, name in FRAME.findall(str(error))]

@@ -43,27 +43,24 @@ class Line:
 
 def line_of(error: BaseException) -> Line | None:
     """Finds the innermost line of the user's own code in `error`'s traceback, also a data worker's."""
-    if isinstance(error, SyntaxError) and error.filename and not _is_library(error.filename):
+    if isinstance(error, SyntaxError) and error.filename and is_users_file(error.filename):
         return Line(error.filename, error.lineno or 0, "<module>")
     lines = [Line(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
     if WORKER.match(str(error)):
         lines += [Line(file, int(number), name) for file, number, name in FRAME.findall(str(error))]
-    own = [line for line in lines if not _is_library(line.file)]
-    return own[-1] if own else _called(error)
-
-
-def _called(error: BaseException) -> Line | None:
-    """Finds the user's own forward that torch could not call with the given arguments."""
+    own = [line for line in lines if is_users_file(line.file)]
+    if own:
+        return own[-1]
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames or frames[-1].f_code.co_name != "_call_impl":
         return None
-    return definition(type(frames[-1].f_locals.get("self")), "forward")
+    return definition(type(frames[-1].f_locals.get("self")), "forward")  # torch could not call it with its arguments
 
 
 def definition(owner: object, name: str) -> Line | None:
     """Finds the line that defines a function of the user's: of a task or a class; None where that is a library's."""
     code = getattr(inspect.unwrap(getattr(owner, name, None)), "__code__", None)  # type: ignore[arg-type]
-    if code is None or _is_library(code.co_filename):
+    if code is None or not is_users_file(code.co_filename):
         return None
     return Line(code.co_filename, code.co_firstlineno, name)
 
@@ -77,24 +74,19 @@ def at(owner: object, name: str) -> str:
 def place_in(stack: Sequence[traceback.FrameSummary]) -> str:
     """Finds the innermost line of the user's own code in a stack; without one, of a library other than grappe."""
     lines = [Line(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
-    own = [line for line in lines if not _is_library(line.file)]
+    own = [line for line in lines if is_users_file(line.file)]
     others = [line for line in lines if not Path(line.file).is_relative_to(PACKAGE)]
     return str((own or others or lines)[-1]) if lines else "nowhere"
 
 
 @functools.cache
 def is_users_file(file: str) -> bool:
-    """Returns whether a frame's file is the user's own."""
-    return not _is_library(file)
-
-
-def _is_library(file: str) -> bool:
-    """Returns whether a frame's file belongs to Python, to an installed package, or to grappe."""
+    """Returns whether a frame's file is the user's own, and not Python's, an installed package's, or grappe's."""
     if file.startswith("<"):
-        return not file.startswith(TYPED)
+        return file.startswith(TYPED)
     if "site-packages" in file or "dist-packages" in file or file == COMMAND:
-        return True
+        return False
     path = Path(os.path.abspath(file))  # noqa: PTH100 - links are left alone, as in the frame
     if any(path.is_relative_to(folder) for folder in STANDARD_LIBRARY):
-        return True
-    return path.is_relative_to(PACKAGE) and (path.parent != SHIPPED or path.name == "__init__.py")
+        return False
+    return not path.is_relative_to(PACKAGE) or (path.parent == SHIPPED and path.name != "__init__.py")

@@ -21,9 +21,7 @@ LANGUAGES = {"en": "en", "english": "en", "c": "en", "posix": "en", "fr": "fr", 
 
 def chosen_language() -> str:
     """Returns "fr" or "en"."""
-    if asked := os.environ.get(VARIABLE):
-        return LANGUAGES.get(_code(asked), "en")
-    locale = next((value for name in LOCALE if (value := os.environ.get(name))), "")
+    locale = next((value for name in (VARIABLE, *LOCALE) if (value := os.environ.get(name))), "")
     return LANGUAGES.get(_code(locale), "en")
 
 

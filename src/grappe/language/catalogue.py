@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import re
@@ -56,7 +55,7 @@ class Catalogue:
         self._result = functools.lru_cache(1024)(self._translation)
 
     def text(self, english: str) -> str:
-        """Returns the translation of a fixed text, of help say; the text itself without one."""
+        """Returns the translation of a fixed text, such as help; the text itself without one."""
         return self._texts.get(english) or english
 
     def message(self, english: str) -> str:
@@ -90,7 +89,7 @@ class Catalogue:
         templates = list[Template]()
         for english, other in self._texts.items():
             with contextlib.suppress(ValueError):  # an entry of a damaged file
-                templates.append(Template.of(english, other))
+                templates.append(Template(english, other))
         return templates
 
 
@@ -139,17 +138,19 @@ class _Message:
         candidates = []
         for template in self._templates:
             values = template.values(text) if template.letters >= least else None
-            if values is not None and not _is_foreign(template, values):
-                inside = self._inside(template, values, text, depth)
-                weight = template.weight + sum(weight_inside for weight_inside, _ in inside)
-                candidates.append((weight, template.filled([text for _, text in inside])))
+            if values is None or (values and not template.texts[0].strip() and FOREIGN.search(values[0])):
+                continue  # others' words stand before the template's first ones: the sentence is theirs, too
+            inside = self._inside(template, values, text, depth)
+            weight = template.weight + sum(weight_inside for weight_inside, _ in inside)
+            candidates.append((weight, template.filled([text for _, text in inside])))
         return max(candidates, key=lambda value: value[0]) if candidates else None
 
     def _inside(self, template: Template, values: list[str], text: str, depth: int) -> list[tuple[int, str]]:
         """The translations of a template's values; what others chose or say stays."""
         translations = []
         for place, (start, value) in enumerate(zip(template.starts(values), values, strict=True)):
-            if place in template.kept or FOREIGN.fullmatch(text, _word(text, start), start):
+            word = text.rfind(" ", 0, max(start - 2, 0)) + 1  # the one, and its colon, that ends where the value begins
+            if place in template.kept or FOREIGN.fullmatch(text, word, start):
                 translations.append((0, value))
             else:
                 translations.append(self.best(value, depth + 1, 0 if place in template.open else FEW))
@@ -220,18 +221,8 @@ class _Message:
         return self._by_one_template(text, depth, FEW) or self._capital(text, depth, FEW)
 
 
-def _is_foreign(template: Template, values: Sequence[str]) -> bool:
-    """Returns whether others' words stand before the template's first ones: then the sentence is theirs, too."""
-    return bool(values) and not template.texts[0].strip() and FOREIGN.search(values[0]) is not None
-
-
 def _number(match: re.Match[str]) -> str:
     return match[0] if match["kept"] else match[0].replace(",", " ").replace(".", ",").replace("%", " %")
-
-
-def _word(text: str, end: int) -> int:
-    """The begin of the word, and of its colon, that end at a place."""
-    return text.rfind(" ", 0, max(end - 2, 0)) + 1
 
 
 def read(language: str, encoding: str) -> Catalogue:
@@ -245,15 +236,11 @@ def read(language: str, encoding: str) -> Catalogue:
 
 def encodable(text: str, encoding: str) -> str:
     """Returns the text; without accents and ligatures where the encoding lacks one of its characters."""
-    try:
-        text.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        text = text.translate(PLAIN)
-    try:
-        text.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
-    return text
+    for form in (text, text.translate(PLAIN)):
+        with contextlib.suppress(UnicodeEncodeError, LookupError):
+            form.encode(encoding)
+            return form
+    return unicodedata.normalize("NFKD", text.translate(PLAIN)).encode("ascii", "ignore").decode()
 
 
 def _ends(text: str) -> Iterable[tuple[int, str]]:
@@ -265,49 +252,23 @@ def _ends(text: str) -> Iterable[tuple[int, str]]:
 LETTER = 16  # a letter's weight; a sign's is 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Template:
     """An English template and its translation."""
 
-    texts: tuple[str, ...]
-    """The fixed texts: one before each placeholder, and one after the last."""
-    names: tuple[str, ...]
-    """The placeholders, in order."""
-    kept: frozenset[int]
-    """The places of placeholders whose values are never translated."""
-    open: frozenset[int]
-    """The places of placeholders with words of grappe's."""
-    one_word: frozenset[int]
-    """The places of placeholders with one word."""
-    longest: str
-    weight: int
-    """Amount of fixed text, letters before signs: of two templates that match, that with more is meant."""
-    letters: int
-    """Counts the letters of the fixed text, without its signs."""
-    other: tuple[tuple[str, str | None], ...]
-    """The translation: texts, each with the placeholder that follows it."""
-
-    @classmethod
-    def of(cls, english: str, other: str) -> Template:
-        """Parses a template and its translation."""
+    def __init__(self, english: str, other: str) -> None:
         parts = pieces(english)
-        texts = tuple(text for text, _ in parts)
-        names = tuple(name for _, name in parts if name is not None)
-        return cls(
-            texts=texts,
-            names=names,
-            kept=frozenset(
-                place
-                for place, (before, after) in enumerate(itertools.pairwise(texts))
-                if is_kept(names[place], before, after)
-            ),
-            open=frozenset(place for place, name in enumerate(names) if OPEN.fullmatch(name)),
-            one_word=frozenset(place for place, name in enumerate(names) if ONE_WORD.fullmatch(name)),
-            longest=max(texts, key=len),
-            weight=sum(LETTER if character.isalnum() else 1 for text in texts for character in text),
-            letters=sum(character.isalpha() for text in texts for character in text),
-            other=tuple(pieces(other)),
-        )
+        self.texts = tuple(text for text, _ in parts)  # one before each placeholder, and one after the last
+        self.names = tuple(name for _, name in parts if name is not None)
+        # Places of placeholders: whose values are never translated, that have words of grappe's, that have one word.
+        around = enumerate(itertools.pairwise(self.texts))
+        self.kept = {place for place, (before, after) in around if is_kept(self.names[place], before, after)}
+        self.open = {place for place, name in enumerate(self.names) if OPEN.fullmatch(name)}
+        self.one_word = {place for place, name in enumerate(self.names) if ONE_WORD.fullmatch(name)}
+        self.longest, fixed = max(self.texts, key=len), "".join(self.texts)
+        # Of two templates that match, that with more fixed text is meant, letters before signs.
+        self.weight = sum(LETTER if character.isalnum() else 1 for character in fixed)
+        self.letters = sum(map(str.isalpha, fixed))
+        self.other = pieces(other)
 
     def values(self, text: str) -> list[str] | None:
         """Returns the placeholders' values in a text; None: the text is not made of this template."""
@@ -321,8 +282,9 @@ class Template:
             return None
         values, place = list[str](), len(first)
         for number, fixed in enumerate(self.texts[1:-1]):
-            earlier = self._earlier_value(number, values)
+            names = self.names[:number]
             # One more of a name known before.
+            earlier = values[names.index(self.names[number])] if self.names[number] in names else ""
             adjacent = earlier if not fixed and text.startswith(earlier, place) else ""
             there = _outside_brackets(text, fixed, place + len(adjacent), end)
             if there < 0:
@@ -339,11 +301,6 @@ class Template:
         """Returns where the placeholders' values begin in the text that they were found in."""
         lengths = itertools.accumulate(len(text) + len(value) for text, value in zip(self.texts, values, strict=False))
         return [end - len(value) for end, value in zip(lengths, values, strict=True)]
-
-    def _earlier_value(self, number: int, values: list[str]) -> str:
-        """The value of an earlier placeholder of the same name; "" without one."""
-        names = self.names[:number]
-        return values[names.index(self.names[number])] if self.names[number] in names else ""
 
     def filled(self, values: Sequence[str]) -> str:
         """Returns the translation with the placeholders' values."""

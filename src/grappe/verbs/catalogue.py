@@ -15,16 +15,16 @@ from grappe.errors import UsageError
 from grappe.plan import Plan
 from grappe.sites.advice import described
 from grappe.sites.schema import Node, Site
-from grappe.words import plain_table
+from grappe.words import filled_table, plain_table
 
 
-def support() -> list[tuple[str, str, str, list[bool]]]:
-    """Returns rows (key, default, meaning, support by each engine) for every key of a plan except `engine`."""
-    classes = [engines.find(name) for name in engines.names()]
+def support() -> list[tuple[str, str, str, list[str]]]:
+    """Returns rows (key, default, meaning, engines that support it) for every key of a plan except `engine`."""
+    classes = {name: engines.find(name) for name in engines.names()}
     meaning = fields.docs(Plan)
     return [
         (field.name, "auto" if field.default is None else str(field.default), meaning[field.name].removesuffix("."),
-         [field.name in engine.supported_keys for engine in classes])
+         [name for name, engine in classes.items() if field.name in engine.supported_keys])
         for field in dataclasses.fields(Plan)
         if field.name != "engine"
     ]  # fmt: skip
@@ -33,27 +33,24 @@ def support() -> list[tuple[str, str, str, list[bool]]]:
 def plan_table() -> Table:
     """Makes the table of the plan keys and of the engines that support them."""
     names = engines.names()
-    table = plain_table("key", "default", *names, "what it is")
-    for key, default, meaning, able in support():
-        table.add_row(key, default.lower(), *["yes" if supported else "" for supported in able], meaning)
-    return table
+    rows = [
+        (key, default.lower(), *("yes" if name in able else "" for name in names), meaning)
+        for key, default, meaning, able in support()
+    ]
+    return filled_table(("key", "default", *names, "what it is"), rows)
 
 
 def task_list() -> Table:
     """Makes the table of shipped tasks."""
-    table = plain_table("task", "what it learns")
-    for name in finder.names():
-        table.add_row(name, finder.describe(finder.find(name)))
-    return table
+    rows = [(name, finder.describe(finder.find(name))) for name in finder.names()]
+    return filled_table(("task", "what it learns"), rows)
 
 
 def task_fields(name: str) -> Group:
     """Describes a task: its docstring, its fields and their defaults."""
     cls = finder.find(name)
-    table = plain_table("field", "default")
-    for field, default in finder.defaults(cls).items():
-        table.add_row(fields.typed_name(field), str(default))
-    return Group(finder.describe(cls), table)
+    rows = [(fields.typed_name(field), str(default)) for field, default in finder.defaults(cls).items()]
+    return Group(finder.describe(cls), filled_table(("field", "default"), rows))
 
 
 def site_list() -> Table:
@@ -83,17 +80,14 @@ def gpu_list() -> Group:
                 everywhere.setdefault(site.node.gpu, []).append(name)
     sheets = devices()
     precisions = list(dict.fromkeys(precision for device in sheets for precision in device.tflops))
-    table = plain_table("GPU", "generation", "GB", *precisions, "memory", "link", "W", "sites")
+    columns, rows = ("GPU", "generation", "GB", *precisions, "memory", "link", "W", "sites"), []
     for device in sheets:
         cells = [f"{device.tflops[name]:g}" if name in device.tflops else "-" for name in precisions]
-        figures = (device.bandwidth_gb, device.link_gb, device.watts)
-        has_it = [site for name in device.names for site in everywhere.get(name, ())]
-        table.add_row(
-            device.title, device.generation, device.memory_gb, *cells, *(f"{figure:g}" for figure in figures),
-            ", ".join(has_it),
-        )  # fmt: skip
+        figures = [f"{figure:g}" for figure in (device.bandwidth_gb, device.link_gb, device.watts)]
+        has_it = ", ".join(site for name in device.names for site in everywhere.get(name, ()))
+        rows.append((device.title, device.generation, device.memory_gb, *cells, *figures, has_it))
     units = f"{precisions[0]} to {precisions[-1]}: peak TFLOP/s without sparsity; memory and link: GB/s"
-    return Group(table, f"{units}; from data sheets")
+    return Group(filled_table(columns, rows), f"{units}; from data sheets")
 
 
 def site_facts(name: str) -> Table:

@@ -96,11 +96,12 @@ class RunView:
     def table(self) -> Table:
         """Draws the run: a table of figures, and the last second's time by phase."""
         step, used = self._step, self._used
-        rows = list[tuple[str, object]]()
-        rows.append(("run", str(self.run.folder)))
-        rows.append(("status", self.status()))
         epoch = number(step.get("epoch")) + 1
-        rows.append(("step", f"{step.get('step', 0)}, epoch {epoch:.0f}, lr {number(step.get('lr')):.3g}"))
+        rows = [
+            ("run", str(self.run.folder)),
+            ("status", self.status()),
+            ("step", f"{step.get('step', 0)}, epoch {epoch:.0f}, lr {number(step.get('lr')):.3g}"),
+        ]
         if self._losses:
             rows.append(("loss", f"{format_number(self._losses[-1])}  {spark(self._losses)}"))
         for record in self.evaluations[-1:]:
@@ -121,7 +122,7 @@ class RunView:
 
 
 def _sum(values: object) -> float:
-    return sum(map(number, values.values())) if isinstance(values, dict) else 0.0
+    return sum(map(number, entries(values).values()))
 
 
 def spark(values: list[float], width: int = WIDTH) -> str:

@@ -58,9 +58,8 @@ def load(
         if torch.get_default_device().type == "meta":
             # A part of another task's model, whose own checkpoint has the values.
             return model_of(made).eval()
-        model = on_meta(
-            made, stored_in(Plan(precision=precision))
-        )  # without values: a folder of pretrained ones need not be here any more
+        # Without values: a folder of pretrained ones need not be here any more.
+        model = on_meta(made, stored_in(Plan(precision=precision)))
     fill(model, chosen.read_model(averaged=not trained), torch.device("cpu"))
     model.grappe_checkpoint = str(chosen.folder)  # pyrefly: ignore
     return model.eval()

@@ -41,9 +41,8 @@ def prune(runs: list[Run], keep: int, *, dry_run: bool = False) -> list[Removed]
             # Those that do not verify are neither counted nor removed: they may be all that is left to look into.
             saved = list_checkpoints(run.checkpoints)
             verified = [checkpoint for checkpoint in saved if verify(checkpoint.folder, run_id) is None]
-            unneeded = [checkpoint.folder for checkpoint in superfluous(verified, keep)]
             # A checkpoint in which a user keeps something is left alone.
-            unneeded = [folder for folder in unneeded if not strangers(folder)]
+            unneeded = [saved.folder for saved in superfluous(verified, keep) if not strangers(saved.folder)]
             for folder in [*leftovers(run.checkpoints), *unneeded]:
                 size = sum((folder / name).lstat().st_size for name in files.names(folder, IN_PART))
                 is_leftover = folder.name.startswith(".")

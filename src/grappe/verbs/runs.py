@@ -134,23 +134,22 @@ def describe(folder: Path) -> Table:
     """Describes one run in full."""
     run = Run(folder)
     description = run.read_description()
-    rows = list[tuple[str, object]]()
-    rows.append(("run", str(run.folder)))
-    labels = {name: description.get(name) for name in ("name", "note")}
-    for label, text in {**labels, "tags": ", ".join(description.get("tags", []))}.items():
-        if text:
-            rows.append((label, text))
-    rows.append(("task", str(description.get("task"))))
-    rows.append(("fields", _pairs(description.get("fields"), "=")))
-    rows.append(("plan", plan_name(description.get("plan"))))
+    labels = {"name": description.get("name"), "note": description.get("note")}
+    labels["tags"] = ", ".join(description.get("tags", []))
     status, restarts = run.read_status(description), description.get("restarts")
-    rows.append(("status", f"{status}, restarts {restarts}" if restarts else status))
-    rows.append(("started", f"{description.get('started')}, {description.get('host')}"))
-    rows.append(("versions", _pairs(description.get("versions"), " ")))
+    rows = [
+        ("run", str(run.folder)),
+        *((label, text) for label, text in labels.items() if text),
+        ("task", str(description.get("task"))),
+        ("fields", _pairs(description.get("fields"), "=")),
+        ("plan", plan_name(description.get("plan"))),
+        ("status", f"{status}, restarts {restarts}" if restarts else status),
+        ("started", f"{description.get('started')}, {description.get('host')}"),
+        ("versions", _pairs(description.get("versions"), " ")),
+    ]
     for change in description.get("changes", []):
         rows.append(("changed", str(change)))
-    step = run.last_record("step")
-    if step:
+    if step := run.last_record("step"):
         loss = step.get("loss")
         shown = format_number(loss) if isinstance(loss, float) else str(loss)
         rows.append(("last step", f"{step.get('step')}, loss {shown}"))
@@ -179,13 +178,10 @@ def _used(used: dict[str, Any]) -> str:
         for name, word in (("core_hours", "core-hours"), ("gpu_hours", "GPU-hours"))
         if number(used.get(name))
     ]
-    joules = used.get("joules")
-    for name, value in joules.items() if isinstance(joules, dict) else ():
+    for name, value in entries(used.get("joules")).items():
         measured = isinstance(value, int | float)
         parts.append(f"{number(value):,.0f} J ({name})" if measured else f"energy of {name} not measurable here")
-    watts = used.get("watts")
-    for name, value in watts.items() if isinstance(watts, dict) else ():
-        parts.append(f"peak {number(value):,.0f} W ({name})")
+    parts += [f"peak {number(value):,.0f} W ({name})" for name, value in entries(used.get("watts")).items()]
     return ", ".join(parts)
 
 

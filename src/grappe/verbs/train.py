@@ -84,7 +84,7 @@ def train(
     try:
         return Run(run_training(dataclasses.replace(request, run=folder), curves).run)
     finally:
-        curves.end()
+        curves.draw(ended=True)
 
 
 def run_training(request: Request, meanwhile: Callable[[], None] | None = None) -> Result:
@@ -94,12 +94,9 @@ def run_training(request: Request, meanwhile: Callable[[], None] | None = None) 
             raise UsageError(f"--profile={rank}: there are process 0 to {request.plan.processes - 1}")
     for name in request.options.log:
         check_logger(name)
-    if request.run is not None and Run.is_run(request.run) and Run(request.run).is_finished():
-        finished = Run(request.run)
-        if not request.options.steps:
-            return Result(
-                run=finished.folder, status="finished before", step=finished.read_description().get("step", 0)
-            )
+    if not request.options.steps and request.run and Run.is_run(request.run) and Run(request.run).is_finished():
+        step = Run(request.run).read_description().get("step", 0)
+        return Result(run=Run(request.run).folder, status="finished before", step=step)
     if request.run is None and request.options.restarts:  # all starts are of one run
         request = dataclasses.replace(request, run=new_folder(request.base, request.task.name))
     return start(
@@ -151,14 +148,10 @@ class LiveCurves:
     def __call__(self) -> None:
         if time.monotonic() - self._drawn >= SECONDS:
             self._drawn = time.monotonic()
-            self._update()
+            self.draw()
 
-    def end(self) -> None:
-        """Draws the last picture, without words."""
-        self._update(ended=True)
-
-    def _update(self, *, ended: bool = False) -> None:
-        """Draws what is new."""
+    def draw(self, *, ended: bool = False) -> None:
+        """Draws what is new; at the end the last picture, without words."""
         with contextlib.suppress(Exception):  # a file that cannot be read now, a notebook that was closed
             records = list(self._tail.new())
             for record in records:

@@ -14,7 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grappe import extensions
 from grappe.checkpoint.commit import LARGEST_JSON, read_json
@@ -26,15 +26,13 @@ from grappe.training.run import CODE, SCORES, USAGE, Run
 from grappe.verbs.submit.jobs import failure_notes
 from grappe.words import plan_name
 
-if TYPE_CHECKING:
-    from grappe.language.catalogue import Catalogue
-
 NAME = "report.html"
 LIVE_SECONDS = 5.0
 WINDOWS = 100  # of steps, over which a speed is a mean
 LONGEST_DIFF = 400  # lines
 TITLED = 3  # runs that the page's title names
 POINTS = 800  # of a curve; a screen has no more
+NO_SCORES = ("step", "samples", "count")  # numbers of an evaluation
 NOT_CURVES = frozenset({"kind", "step", "epoch", "samples", "count", "seconds", "data", "device", "skipped"})
 PARTS_OF_NOISE = frozenset({"steps", "variance", "gradient_square"})  # which the noise scale is made of
 LISTS = {"measurement": "points", "lr-find": "curves"}
@@ -130,16 +128,14 @@ def _changed_code(runs: Sequence[Run]) -> list[dict[str, Any]]:
             if code := files.read_text(run.folder / CODE).splitlines():
                 named.append((run.folder.resolve().name, code))
     for name, code in named[1:]:
-        lines = list(difflib.unified_diff(named[0][1], code, named[0][0], name, lineterm="", n=2))
-        if lines:
+        if lines := list(difflib.unified_diff(named[0][1], code, named[0][0], name, lineterm="", n=2)):
             changes.append({"from": named[0][0], "to": name, "lines": lines[:LONGEST_DIFF], "all": len(lines)})
     return changes
 
 
 def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
     description = run.read_description()
-    steps: dict[str, Points] = {}
-    evaluations: dict[str, Points] = {}
+    steps, evaluations = dict[str, Points](), dict[str, Points]()
     last, seconds = 0, 0.0
     axes: list[tuple[int, float, float]] = []
     for record in run.records():
@@ -157,8 +153,7 @@ def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
             if name not in hidden and (value is None or _is_number(value)):
                 rounded = None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
                 curves.setdefault(name, []).append((step, rounded))
-    failures = [note for note in failure_notes(run.folder.parent) if note.run == run.folder.name]
-    if failures:
+    if failures := [note for note in failure_notes(run.folder.parent) if note.run == run.folder.name]:
         description["notes on nodes"] = [
             f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(note.at))} {note.node}, job {note.start}: {note.evidence}"
             for note in failures
@@ -292,7 +287,10 @@ def html(gathered: dict[str, Any], title: str) -> str:
     folder, language = Path(__file__).parent, chosen_language()
     names = ("page.html", "page.css", "plots.js", "page.js")
     page, style, plots, code = ((folder / name).read_text(encoding="utf-8") for name in names)
-    words = {} if language == "en" else _words(catalogue_of(language), page + plots + code)
+    words = dict[str, str]()
+    if language != "en":  # the catalogue has the page's words after MARK, so as to match no message
+        texts = [match["word"] for match in WORD.finditer(page + plots + code)]
+        words = {text: catalogue_of(language).text(MARK + text).removeprefix(MARK) for text in texts}
     # "<" would end the element that the data is in; JSON may write it otherwise.
     data = json.dumps(_finite({**gathered, "words": words}), separators=(",", ":")).replace("<", "\\u003c")
     parts = {"LANGUAGE": language, "TITLE": html_text(title), "STYLE": style, "DATA": data, "CODE": plots + code}
@@ -303,12 +301,6 @@ def html(gathered: dict[str, Any], title: str) -> str:
 
     # In one pass: data is not looked through.
     return re.sub(rf"@@(?:[A-Z]+|{WORD.pattern}\))@@", part, page)
-
-
-def _words(catalogue: Catalogue, sources: str) -> dict[str, str]:
-    """Returns the translations of the page's words, which the catalogue has after MARK, so as to match no message."""
-    texts = (match["word"] for match in WORD.finditer(sources))
-    return {text: catalogue.text(MARK + text).removeprefix(MARK) for text in texts}
 
 
 def _finite(value: Any) -> Any:
@@ -351,7 +343,9 @@ def compared(runs: Sequence[Run]) -> dict[str, Any]:
     names = sorted({key: 0 for each in settings for key in each}, key=lambda key: key == SEED)  # the seed last
     keys = [key for key in names if len({each.get(key) for each in settings}) > 1]
     evaluations = [list(run.records("evaluation")) for run in runs]
-    metric = next((name for records in evaluations for name in _scores(records) if not name.startswith("loss")), "loss")
+    lasts = [records[-1] for records in evaluations if records]
+    scores = [name for last in lasts for name in last if name not in NO_SCORES and _value(last, name) is not None]
+    metric = next((name for name in scores if not name.startswith("loss")), "loss")
     lower = metric.startswith("loss") or any(metric in each.get("lower_is_better", ()) for each in descriptions)
     labels = []
     for description, setting in zip(descriptions, settings, strict=True):
@@ -419,12 +413,6 @@ def _groups(rows: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, s
         deviation = {name: statistics.stdev(column) for name, column in complete.items()}
         made.append({"rows": places, "mean": mean, "deviation": deviation})
     return made
-
-
-def _scores(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lists the names of the scores of the last evaluation that are single numbers."""
-    last = records[-1] if records else {}
-    return [name for name in last if name not in ("step", "samples", "count") and _value(last, name) is not None]
 
 
 def _value(record: Mapping[str, Any], name: str) -> float | None:
