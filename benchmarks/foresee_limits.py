@@ -131,7 +131,7 @@ def main() -> None:
             raise RuntimeError(f"{key}: the kernels could not be run")
         short = shortage(task, plan, needs.evaluation or 0)
         budget = MemoryBudget(
-            whose="", size=0, besides=short.besides, libraries=short.assumed, margin=MARGIN, gpu=False
+            whose="", size=0, beyond=short.beyond, libraries=short.assumed, margin=MARGIN, gpu=False
         )
         taken = budget.taken(needs)
         found[key] = {

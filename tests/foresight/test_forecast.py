@@ -107,7 +107,7 @@ def test_a_process_of_a_training_measures_it_under_its_limit(fake_model: FakeMod
 def test_a_plan_fits_only_with_what_its_kernels_keep(fake_model: FakeModel) -> None:
     libraries = library_memory(fake_model, PLAN, fake_model.task.batch_size)
     needed = dataclasses.replace(memory_forecast(fake_model, PLAN), libraries=libraries)
-    budget = MemoryBudget(whose="", size=needed.most + needed.libraries.total, besides=0, margin=1.0, gpu=False)
+    budget = MemoryBudget(whose="", size=needed.most + needed.libraries.total, beyond=0, margin=1.0, gpu=False)
     assert foreseen(fake_model, PLAN, ROWS, budget).fits
     assert not foreseen(fake_model, PLAN, ROWS, dataclasses.replace(budget, size=budget.size - MB)).fits
 
@@ -117,7 +117,7 @@ def test_an_evaluation_that_was_measured_counts_where_it_kept_more(fake_model: F
         memory_forecast(fake_model, PLAN), libraries=LibraryMemory(evaluation=5 * MB, step=2 * MB)
     )
     budget = MemoryBudget(
-        whose="", size=0, besides=0, gpu=False, libraries=LibraryMemory(evaluation=8 * MB, step=9 * MB)
+        whose="", size=0, beyond=0, gpu=False, libraries=LibraryMemory(evaluation=8 * MB, step=9 * MB)
     )
     more = [
         budget.taken(needed) - dataclasses.replace(budget, libraries=search.NOTHING_KEPT).taken(needed),

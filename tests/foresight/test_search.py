@@ -69,7 +69,7 @@ def test_plans_that_are_tried_train_the_same_and_begin_with_the_plainest() -> No
     ],
 )
 def test_the_first_that_fits_is_found_on_more_processes_where_none_of_as_many_does(fake_model, plan, limit, found):
-    other = fitting(fake_model, Plan.parse(plan), MemoryBudget(whose="", size=limit * MB, besides=0, gpu=False))
+    other = fitting(fake_model, Plan.parse(plan), MemoryBudget(whose="", size=limit * MB, beyond=0, gpu=False))
     assert (other and other.plan) == found
 
 
@@ -77,14 +77,14 @@ def test_parts_of_samples_are_named_where_a_sample_alone_does_not_fit() -> None:
     alone = FakeModel(Volumes(size=16, width=4, batch_size=1, volumes=1), Path("data"))
     least = [foreseen(alone, Plan.parse(plan), 1, None).needs for plan in ("shard=4,recompute", "domain=4")]
     shards, parts = (each.peak for each in least if each is not None)
-    budget = MemoryBudget(whose="", size=(shards + parts) / 2, besides=0, gpu=False)
+    budget = MemoryBudget(whose="", size=(shards + parts) / 2, beyond=0, gpu=False)
     named = fitting(alone, Plan(), budget)
     assert named.plan == "domain=4"
 
 
 def test_memory_that_processes_share_is_divided_and_copies_count(fake_model: FakeModel) -> None:
-    alone = MemoryBudget(whose="", size=1400 * MB, besides=0, gpu=False)
-    shared = MemoryBudget(whose="", size=1400 * MB, besides=0, gpu=False, shared=True)
+    alone = MemoryBudget(whose="", size=1400 * MB, beyond=0, gpu=False)
+    shared = MemoryBudget(whose="", size=1400 * MB, beyond=0, gpu=False, shared=True)
     plans = [fitting(fake_model, Plan.parse("replicate=2"), budget) for budget in (alone, shared)]
     assert [plan and plan.plan for plan in plans] == ["shard=2,zero=1", "shard=2"]
 

@@ -91,7 +91,7 @@ def test_what_the_training_had_is_freed_before_the_search(monkeypatch: pytest.Mo
 def test_a_disk_is_proposed_where_the_engine_is_there_and_it_would_do(monkeypatch, plan, limit, away, fake_model):
     from grappe.contrib.deepspeed import library
 
-    budget = MemoryBudget(whose="", size=limit * MB, besides=0, gpu=False)
+    budget = MemoryBudget(whose="", size=limit * MB, beyond=0, gpu=False)
     for there in (True, False):
         monkeypatch.setattr(library, "installed", lambda there=there: there)
         found = [*out_of_memory._on_disk(fake_model, Plan.parse(plan), budget)]

@@ -163,7 +163,7 @@ NEW_LAYERS = (
 )
 ALONE = "save the weights alone: torch.save(model.state_dict(), FILE)"
 KEYS = ("state_dict", "model_state_dict", "model", "net", "network", "weights")
-"""Keys under which scripts save a model's weights, besides the optimizer and the epoch."""
+"""Keys under which scripts save a model's weights next to the optimizer and the epoch."""
 MAGIC = (b"PK", b"\x80")
 """First bytes of a file of torch.save: a zip archive, or an old pickle."""
 
@@ -202,7 +202,7 @@ def read_content(file: Path) -> Any:
     Raises:
         RunError: the file is damaged, or holds more than those.
     """
-    # Harmless besides tensors and plain containers: NumPy's numbers and arrays, and a Namespace.
+    # Harmless beyond tensors and plain containers: NumPy's numbers and arrays, and a Namespace.
     kinds = {type(np.dtype(code)) for code in "?bhilqBHILQefdg"}
     # The functions that pickle names in a number's place, and in an array's.
     functions: list[Any] = [value.__reduce__()[0] for value in (np.float64(0), np.zeros(0))]

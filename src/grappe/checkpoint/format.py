@@ -187,7 +187,7 @@ def _others(folder: Path) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Number of newest checkpoints to keep, besides the one with the lowest validation loss."""
+    """Number of newest checkpoints to keep in addition to the one with the lowest validation loss."""
 
     last: int = 3
 

@@ -308,7 +308,7 @@ class Snapshots:
     def take(self, pieces: Iterable[Piece], processes: int = 1, *, peak_known: bool = True) -> tuple[list[Piece], bool]:
         """Returns the pieces on the host, and whether they are copies; overwrites the result of the previous call.
 
-        Without memory for the copies besides a step's, pieces on the host are returned uncopied. Pieces of a GPU may
+        Without memory for the copies beyond a step's, pieces on the host are returned uncopied. Pieces of a GPU may
         still be in transfer, if the GPU has room for a copy: call `wait` before they are read.
 
         Args:

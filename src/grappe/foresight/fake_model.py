@@ -204,7 +204,7 @@ class FakeModel:
     Args:
         data: the folder of datasets.
         foreach: whether the optimizer steps all parameters at once, as it does on a GPU.
-        kernels: what kernels take besides their output; None: nothing, as on a device that is not here.
+        kernels: what kernels take beyond their output; None: nothing, as on a device that is not here.
         records: whether traces of training steps record their operators, from which times are foreseen.
         plain: a plan of one process, whose parameters' type the model has.
 
@@ -286,7 +286,7 @@ class FakeModel:
 
         Args:
             tensor: processes that share the model's matrices.
-            slices: what it depends on besides itself.
+            slices: what it depends on other than itself.
             part: what the process holds of each sample.
             trains: whether backward follows; else it is an evaluation of validation samples, without gradients.
         """
@@ -329,7 +329,7 @@ class FakeModel:
         """Traces the passes of each process of a pipeline, with microbatches of `rows` samples.
 
         Args:
-            slices: what a microbatch depends on besides itself.
+            slices: what a microbatch depends on other than itself.
             trains: whether they are of a step; else each stage is traced in an evaluation of validation samples.
         """
         batch, describes = (self.batches if trains else self._validation).of(rows), self.kernels is not None

@@ -44,7 +44,7 @@ class LibraryMemory:
     evaluation: int = 0
     """From the first evaluation on."""
     step: int = 0
-    """From the first step on, besides."""
+    """From the first step on, in addition."""
 
     @property
     def total(self) -> int:

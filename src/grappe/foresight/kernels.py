@@ -1,4 +1,4 @@
-"""Kernels: runs operators' kernels on this CPU, and measures the memory that a few take besides their output."""
+"""Kernels: runs operators' kernels on this CPU, and measures the memory that a few take beyond their output."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def describe(operator: Any, arguments: Any, keywords: Any, output: Any, *, every
 
 
 class Kernels:
-    """Bytes that operators' kernels take besides their output, each measured once.
+    """Bytes that operators' kernels take beyond their output, each measured once.
 
     Args:
         scratch: whether they are measured; else they count 0.
@@ -120,7 +120,7 @@ def seconds(call: Call, threads: int) -> float:
 
 
 def worker(request: tuple[Sequence[Call], int], process: ProcessRank, rendezvous_folder: Path) -> list[int]:
-    """Runs each call twice, with a number of threads; returns the bytes that its second run took besides its output."""
+    """Runs each call twice, with a number of threads; returns the bytes that its second run took beyond its output."""
     calls, threads = request
     torch.set_num_threads(threads)
     # torch's profiler writes to the standard error.

@@ -144,7 +144,7 @@ def _settled(optimizer: Optimizer, parameter: nn.Parameter, more: int) -> list[T
 
 
 class PlanMemory(Protocol):
-    """Memory that a plan takes during a microbatch, besides what the plain model takes."""
+    """Memory that a plan takes during a microbatch, beyond what the plain model takes."""
 
     @property
     def now(self) -> int:
@@ -248,7 +248,7 @@ def padded(parameter: Parameter, ways: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommunicationBuffers:
-    """Memory that a library of communication takes besides the buffers that it is given."""
+    """Memory that a library of communication takes beyond the buffers that it is given."""
 
     takes: bool
     """Whether it has a copy: of what it gathers, while it gathers it; of what it reduces, likewise."""
@@ -269,7 +269,7 @@ class FsdpMemory:
         zero: the ZeRO stage.
         there: whether an earlier microbatch has left gradients.
         reduces: whether this microbatch's gradients are reduced, or stay whole (zero=1, all but the last).
-        copies: what gathering and reducing take besides.
+        copies: what gathering and reducing take in addition.
         held: whether parameters stay gathered and gradients whole over several passes, until the mark "reduce": zero=1
             in a pipeline. What is traced has these gradients, and none is marked.
         away: whether reduced gradients go to the host.
@@ -452,5 +452,5 @@ class FsdpMemory:
         if self._copies.lingers:
             self._late.append((True, size))
 
-    def _note(self, besides: int = 0) -> None:
-        self._most = max(self._most, self.now + besides)
+    def _note(self, beyond: int = 0) -> None:
+        self._most = max(self._most, self.now + beyond)

@@ -35,8 +35,8 @@ class MemoryBudget:
     whose: str
     size: int
     """Bytes."""
-    besides: int = CONTEXT_BYTES
-    """Bytes of it that a process takes besides torch's allocations and what libraries keep."""
+    beyond: int = CONTEXT_BYTES
+    """Bytes of it that a process takes beyond torch's allocations and what libraries keep."""
     libraries: LibraryMemory = NOTHING_KEPT
     """Memory that libraries keep where it is not measured of the plan itself; its `evaluation` is counted at least."""
     margin: float = MARGIN
@@ -59,7 +59,7 @@ class MemoryBudget:
         most, kept = self._most(needs), self.fixed
         if needs.libraries is not None:
             evaluation = max(self.libraries.evaluation, needs.libraries.evaluation)
-            kept = self.besides + evaluation + needs.libraries.step
+            kept = self.beyond + evaluation + needs.libraries.step
         return int((needs.states.total if most is None else most) * self.margin) + kept
 
     def of_each(self, processes: int) -> MemoryBudget:
@@ -67,7 +67,7 @@ class MemoryBudget:
         if processes == 1:
             return self
         whose = f"{self.whose}, shared by {processes} processes,"
-        return dataclasses.replace(self, whose=whose, size=self.size // processes, besides=SHARED_CONTEXT_BYTES)
+        return dataclasses.replace(self, whose=whose, size=self.size // processes, beyond=SHARED_CONTEXT_BYTES)
 
     def room(self, processes: int = 1) -> int:
         """Computes the bytes that torch may allocate in a process of as many."""
@@ -75,8 +75,8 @@ class MemoryBudget:
 
     @property
     def fixed(self) -> int:
-        """Computes the bytes of a process besides torch's allocations, where libraries are not measured."""
-        return self.besides + self.libraries.total
+        """Computes the bytes of a process beyond torch's allocations, where libraries are not measured."""
+        return self.beyond + self.libraries.total
 
     def _most(self, needs: MemoryForecast) -> int | None:
         return needs.with_copies if self.shared else needs.most

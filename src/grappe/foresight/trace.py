@@ -299,7 +299,7 @@ def _first_pass(task: Task, model: nn.Module, losses: WholeBatchLosses, batch: B
 
 
 def with_kernels(trace: Trace, kernels: Kernels | None, threads: int) -> Trace:
-    """Returns the trace, with the bytes that its kernels take besides their output with `threads` threads."""
+    """Returns the trace, with the bytes that its kernels take beyond their output with `threads` threads."""
     if kernels is None:
         return trace
     calls = [call for call in trace.calls if call[2].starts(WITH_SCRATCH)]

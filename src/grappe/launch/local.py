@@ -109,7 +109,7 @@ class Launch:
     Args:
         function: "package.module:name", called as function(argument, process, rendezvous_folder).
         signals: forwards this command's signals to the processes from their start to `close`.
-        environment: variables that these processes get besides this one's.
+        environment: variables that these processes get in addition to this one's.
         from_training: whether a process that was launched itself may start them.
     """
 

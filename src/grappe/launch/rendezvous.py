@@ -158,7 +158,7 @@ def start(
         store.set_timeout(timeout)
     else:
         store = _published_store(process, address, timeout)
-    # FSDP's offload and our own objects need CPU collectives besides NCCL's.
+    # FSDP's offload and our own objects need CPU collectives in addition to NCCL's.
     backends = f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else backend
     if process.size > 1:
         _try_threads(process, store, timeout)

@@ -80,7 +80,7 @@ class _Copy:
 def _with_activations_in(
     host: Host, unit: nn.Module, forward: Callable[..., Any], *arguments: Any, **options: Any
 ) -> Any:
-    """Runs a unit's forward; what it saves for backward goes to the host, besides parameters and buffers."""
+    """Runs a unit's forward; what it saves for backward goes to the host, except parameters and buffers."""
     own = {id(tensor.untyped_storage()) for tensor in (*unit.parameters(), *unit.buffers())}
     copies: Any = WeakIdKeyDictionary(ref_type=weakref.ref)
 

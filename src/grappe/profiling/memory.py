@@ -271,7 +271,7 @@ def free(meminfo: Path = MEMINFO) -> int | None:
 
 
 def has_room(size: int, processes: int = 1, *, peak_known: bool = True) -> bool:
-    """Returns whether this process may take `size` bytes more, and then grow to its peak besides.
+    """Returns whether this process may take `size` bytes more, and then grow to its peak, too.
 
     The peak is what a step needs, so the next step will need it again.
 

@@ -37,7 +37,7 @@ class Packages:
 
 
 def libraries(plan: Plan) -> set[str]:
-    """Returns the libraries besides torch that a plan's engine trains with, and native or textbook, which need none."""
+    """Returns the libraries other than torch that a plan's engine trains with; native and textbook need none."""
     offloaded = plan.engine == "lightning" and plan.offload != "none"
     return {plan.engine, "deepspeed"} if offloaded else {plan.engine}
 

@@ -115,7 +115,7 @@ class JobOptions:
     qos: str | None = None
     """Quality of service of Slurm that is not a queue of the site."""
     constraint: str | None = None
-    """Features of the nodes, besides the site's."""
+    """Features of the nodes beyond the site's."""
     reservation: str | None = None
     """Reservation of nodes."""
     dependency: str | None = None
@@ -132,11 +132,11 @@ class JobOptions:
     modules: Names = ()
     """Modules to load instead of the site's: python/3.12,gcc,cuda/12.6."""
     with_: tuple[str, ...] = ()
-    """Package to install, NAME or NAME==VERSION, besides those of the imports and the engine. Repeatable."""
+    """Package to install, NAME or NAME==VERSION, in addition to those of the imports and the engine. Repeatable."""
     requirements: Path | None = None
     """File of packages to install, in pip's form."""
     wheels: Path | None = None
-    """Folder of wheels, besides the site's."""
+    """Folder of wheels beyond the site's."""
     stage: Path | None = None
     """Tar archive of data, unpacked to local scratch on each node."""
     chain: int = 0

@@ -109,7 +109,7 @@ class JobRules:
     """here: the submitting command's environment. virtualenv: made on every node. module: the modules contain torch."""
     modules: tuple[str, ...] = ()
     deepspeed_modules: tuple[str, ...] = ()
-    """Modules to load besides where DeepSpeed trains on GPUs, whose kernels it compiles."""
+    """Further modules to load where DeepSpeed trains on GPUs, whose kernels it compiles."""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     requeue: bool = True
     """Whether a job may requeue itself."""

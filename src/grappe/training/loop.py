@@ -65,7 +65,7 @@ COMPUTING = (phases.FORWARD, phases.BACKWARD, phases.UPDATE)
 
 @dataclasses.dataclass(kw_only=True)
 class LoopState:
-    """State of a training that each checkpoint stores besides the engine's state."""
+    """State of a training that each checkpoint stores beyond the engine's state."""
 
     best_loss: float = math.inf
     since_best: int = 0

@@ -37,7 +37,7 @@ class Options:
     part: Part | None = None
     """Stop after this part of all steps: 0.5, 1/9. The same command without it trains the rest."""
     keep: int = 3
-    """Number of newest checkpoints to keep, besides the best."""
+    """Number of newest checkpoints to keep in addition to the best."""
     time_limit: Duration | None = None
     """Save and stop before this time is over: seconds, 30m, 2h, 02:30:00. Default: Slurm's end time."""
     stall_limit: Duration | None = None

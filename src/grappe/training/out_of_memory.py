@@ -28,7 +28,7 @@ KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "opt
 CONNECTION_BYTES = 80_000_000  # of RLIMIT_DATA: threads and buffers of connections to other processes
 RESERVE_BYTES = 16_000_000  # kept for finding out what took the rest
 STACKS_BYTES = 17_000_000  # of the threads that start later: the watchdog's, and one that writes
-OBJECTS_BYTES = 12_000_000  # of a first step's modules and messages: 1 to 12 MB besides all that is foreseen
+OBJECTS_BYTES = 12_000_000  # of a first step's modules and messages: 1 to 12 MB beyond all that is foreseen
 LIBRARIES_BYTES = 25_000_000
 """Memory that libraries keep from their first forward on, where it is not measured."""
 STEP_BYTES = 30_000_000
@@ -52,8 +52,8 @@ class MemoryReport:
     """Bytes that libraries keep from their first forward on: buffers, compiled kernels; None: not measured."""
 
     @property
-    def besides(self) -> int:
-        """Computes the bytes of a process besides what torch allocates and what libraries keep."""
+    def beyond(self) -> int:
+        """Computes the bytes of a process beyond what torch allocates and what libraries keep."""
         return self.before + RESERVE_BYTES + STACKS_BYTES + OBJECTS_BYTES
 
     @property
@@ -199,12 +199,12 @@ def memory_budgets(report: MemoryReport, plan: Plan) -> tuple[MemoryBudget, Memo
         return budget, budget
     shared = memory.data_limit() is None
     budget = MemoryBudget(
-        whose=whose, size=limit, besides=report.besides, libraries=report.assumed, shared=shared, gpu=False
+        whose=whose, size=limit, beyond=report.beyond, libraries=report.assumed, shared=shared, gpu=False
     )
     if not shared:  # only there freed memory goes back at once
         budget = dataclasses.replace(budget, margin=MARGIN)
     alone = CONNECTION_BYTES if plan.processes == 1 else 0
-    return budget, dataclasses.replace(budget, besides=report.besides + alone)
+    return budget, dataclasses.replace(budget, beyond=report.beyond + alone)
 
 
 def _shortage_message(report: MemoryReport, states: Mapping[str, int]) -> str:

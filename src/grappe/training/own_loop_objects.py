@@ -1,4 +1,4 @@
-"""Keeps what a hand-written loop has besides models and optimizers in its checkpoints: schedules, averages, scalers.
+"""Keeps what a hand-written loop has beyond models and optimizers in its checkpoints: schedules, averages, scalers.
 
 An object is kept by its `state_dict()`: tensors as tensors, all else as JSON.
 """

@@ -34,7 +34,7 @@ class Request:
     run: Path | None = None
     """The run's folder; None makes a new one under `base`."""
     name: str = ""
-    """A name for the run, besides its folder's; "": none, or the one that it has."""
+    """A name for the run next to its folder's; "": none, or the one that it has."""
     base: Path = Path("runs")
     data: Path = dataclasses.field(default_factory=data_folder)
     """The folder of datasets."""

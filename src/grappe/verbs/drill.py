@@ -268,7 +268,7 @@ def difference(a: Path, b: Path, *, every_tensor: bool) -> float:
     """Computes the largest |a - b| / |a| over the tensors of two runs' newest checkpoints; 0: the same bits.
 
     Args:
-        every_tensor: whether to include optimizer state and buffers, besides the model's parameters.
+        every_tensor: whether to include optimizer state and buffers in addition to the model's parameters.
     """
     import torch
 

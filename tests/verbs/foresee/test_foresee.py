@@ -116,7 +116,7 @@ def test_a_sites_gpu_is_foreseen_from_its_data_sheet_and_says_so(tmp_path: Path)
 
 
 def test_the_numbers_of_gpus_that_a_batch_fits_on_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = MemoryBudget(whose="a small GPU", size=12_000_000, besides=0)
+    small = MemoryBudget(whose="a small GPU", size=12_000_000, beyond=0)
     monkeypatch.setattr("grappe.verbs.foresee.foresee.budget_in", lambda site: small)
     found = verb.foresee("digits", gpus=[1, 2], batch_size=[512], site="narval")
     says = "fits on 1 GPU with no more computing (microbatches=2), on 2 GPUs with no more computing (replicate=2)"

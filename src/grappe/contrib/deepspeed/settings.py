@@ -19,7 +19,7 @@ LEAST_NUMBERS = 1 << 20
 """Least numbers in a piece of the optimizer's state on disk, and in a bucket of gradients."""
 BUFFERS = 5  # DeepSpeed's buffer_count, left as it is
 
-# What a user's file may set besides the plan: how DeepSpeed moves and reports things, never what is learned.
+# What a user's file may set beyond the plan: how DeepSpeed moves and reports things, never what is learned.
 FREE = {
     "": {
         "aio", "comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown", "dump_state",
@@ -135,7 +135,7 @@ def read(plan: Plan) -> Settings:
 
 
 def allowed(plan: Plan, task: Task | None) -> Settings:
-    """Returns the settings of the user's file that DeepSpeed gets besides the plan.
+    """Returns the settings of the user's file that DeepSpeed gets beyond the plan.
 
     Raises:
         PlanError: a setting contradicts the plan or the task, or is not allowed; the message names all of them.

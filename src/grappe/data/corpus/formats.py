@@ -85,9 +85,9 @@ class Format(ABC):
     expansion = 1.0
     """Bytes in memory of the last block that was read, to its `size`."""
     held = 0
-    """Bytes that the open file takes in memory, besides blocks."""
+    """Bytes that the open file takes in memory beyond its blocks."""
     slack: ClassVar[int] = 0
-    """Bytes that each block takes besides its own, as measured: allocators leave holes."""
+    """Bytes that each block takes beyond its own, as measured: allocators leave holes."""
 
     def __init__(self, file: Path, options: RowOptions, facts: Facts | None = None) -> None:
         self.file, self.options, self.opened = file, options, OpenFile(file)

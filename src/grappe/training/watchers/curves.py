@@ -22,7 +22,7 @@ from grappe.step.noise_scale import Noise, NoiseScale
 from grappe.step.scores import Scores
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 
-FLUSH_SECONDS = 1.0  # what a killed process loses at most, besides records that were not passed to it yet
+FLUSH_SECONDS = 1.0  # what a killed process loses at most beyond records that were not passed to it yet
 
 
 JSON = msgspec.json.Encoder(enc_hook=float)

@@ -37,7 +37,7 @@ class Profile(Watcher):
     """Watcher that profiles `steps` steps on this process.
 
     Args:
-        stream: a stream for the summary besides the file; None: only the file.
+        stream: a stream for the summary in addition to the file; None: only the file.
         after: the step after which it begins; None: the warm-up's last.
     """
 

@@ -180,7 +180,7 @@ def notes(times: PlanTimes, *, everything: bool = False) -> list[str]:
     if any(forecast.needs is not None and forecast.needs.peak is None for forecast in forecasts):
         lines.append("more than …: grappe does not predict the activations of such a plan: measure whether it fits")
     if data := max((forecast.needs.data for forecast in forecasts if forecast.needs is not None), default=0):
-        lines.append(f"besides, each process and data worker keeps up to {format_bytes(data)} of the corpus")
+        lines.append(f"in addition, each process and data worker keeps up to {format_bytes(data)} of the corpus")
     if times.budget is not None and not everything:
         lines.append("foreseen, not measured on that GPU: --all says how")
     elif times.budget is not None:

@@ -333,7 +333,7 @@ OF_TORCH = re.compile(r"torch(?:===?|<=?)(\d+)\.(\d+)|pytorch[\w-]*/(?:[^/]+/)*(
 
 
 def requirements(submission: Submission) -> list[str]:
-    """Lists a job's requirements besides grappe and its extras; a request of the user replaces an import's package.
+    """Lists a job's requirements beyond grappe and its extras; a request of the user replaces an import's package.
 
     Raises:
         UsageError: a request is malformed, or its file is missing.
