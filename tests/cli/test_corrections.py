@@ -42,6 +42,11 @@ from tests.training.test_training import train
         ("train digits --learning-rate 0.1", "grappe train digits lr=0.1"),
         ("train digits --max-epochs=3", "grappe train digits epochs=3"),
         ("train digits -b 32", "grappe train digits batch_size=32"),
+        (
+            "train digits --epochs 3 --gpus 2 --fp16 --checkpoint-dir runs/x",
+            "have no dashes: grappe train digits --run runs/x epochs=3 --plan replicate=2,precision=fp16",
+        ),
+        ("train digits --epochs 3 --qqq 1", "have no dashes: grappe train digits --qqq 1 epochs=3"),
         ("train digits --cpu", "grappe train digits --plan device=cpu"),
         ("train digits --wandb", "grappe train digits --log wandb"),
         ("train digits --dry-run", "grappe train digits --smoke"),

@@ -69,7 +69,15 @@ def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> Usage
     if isinstance(error, UnknownCommandError) and error.unused_tokens:
         return UsageError(_command(error.unused_tokens, [name for name in app if not name.startswith("-")]))
     if isinstance(error, UnknownOptionError) and (typed := error.token.keyword or error.token.value):
-        return UsageError(unknown_option(typed, arguments, error.argument_collection))
+        message = unknown_option(typed, arguments, error.argument_collection)
+        head, colon, line = message.partition(": grappe ")
+        try:
+            if colon and "--help" not in line:
+                app.parse_args(words := shlex.split(line), exit_on_error=False, print_error=False)
+        except UnknownOptionError as another:  # one line mends them all
+            more = str(corrected(another, words, app)).partition(": grappe ")[2]
+            message = message if "--help" in more else f"{head}{colon}{more or line}"
+        return UsageError(message)
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         return UsageError(
             f"'{error.unused_tokens[0]}' is more than grappe {arguments[0]} takes: grappe {arguments[0]} --help"

@@ -262,16 +262,11 @@ def _opened(name: str, flags: int, folder: int, path: Path, mode: int = 0o666) -
     try:
         return os.open(name, flags | _NO_LINK, mode, dir_fd=folder)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK) and _is_link(name, folder):
-            raise RunError(_link(path)) from error
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):
+            with contextlib.suppress(OSError):
+                if stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode):
+                    raise RunError(_link(path)) from error
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _is_link(name: str, folder: int) -> bool:
-    try:
-        return stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode)
-    except OSError:
-        return False
 
 
 def _link(path: Path) -> str:

@@ -183,7 +183,7 @@ def untied(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
         return max(times[module] for module in modules_inside) == 1 or not any(
             other != number
             and not modules_inside.isdisjoint(modules)
-            and not _nested(unit, modules_inside, units[other], modules)
+            and (units[other] is unit or (id(units[other]) not in modules_inside and id(unit) not in modules))
             for other, modules in enumerate(inside)
         )
 
@@ -197,7 +197,3 @@ def shared_parameters(model: nn.Module) -> dict[int, set[int]]:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(id(module))
     return {parameter: several for parameter, several in owners.items() if len(several) > 1}
-
-
-def _nested(unit: nn.Module, modules_inside: set[int], other: nn.Module, theirs: set[int]) -> bool:
-    return unit is not other and (id(other) in modules_inside or id(unit) in theirs)

@@ -8,9 +8,9 @@ import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from grappe.errors import GrappeError, UsageError, nearest
+from grappe.fields import seconds
 from grappe.launch import command
 from grappe.sites.schema import PARTITION, Node, Queue, Site
 from grappe.words import first_line
@@ -238,7 +238,8 @@ SINFO_FORMAT = "%P|%c|%m|%G|%l|%D|%s"
 MODEL = re.compile(r"[\w.-]*", re.ASCII)
 
 
-class PartitionRow(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartitionRow:
     """Nodes of one kind in one partition."""
 
     partition: str
@@ -266,9 +267,23 @@ def rows(text: str) -> list[PartitionRow]:
         if not all(numbers) or not PARTITION.fullmatch(partition) or not MODEL.fullmatch(model):
             continue
         each, memory, count = (int(match[0]) for match in numbers if match)
+        hours = None
+        with contextlib.suppress(UsageError):  # no limit
+            hours = seconds(limit, "sinfo") / 3600 if ":" in limit else None
         most = re.search(r"(\d{1,9})$", job_size, re.ASCII)
-        limits = _hours(limit), int(most[1]) if most else None
-        partitions.append(PartitionRow(partition, name.endswith("*"), each, memory, count, gpus, model, *limits))
+        partitions.append(
+            PartitionRow(
+                partition=partition,
+                default=name.endswith("*"),
+                cores=each,
+                megabytes=memory,
+                nodes=count,
+                gpus=gpus,
+                model=model,
+                hours=hours,
+                most_nodes=int(most[1]) if most else None,
+            )
+        )
     return partitions
 
 
@@ -311,12 +326,3 @@ def _gpus(gres: str) -> tuple[int, str]:
         if kind == "gpu" and rest and re.fullmatch(r"\d{1,4}", rest[-1], re.ASCII):
             return int(rest[-1]), rest[0] if len(rest) > 1 else ""
     return 0, ""
-
-
-def _hours(limit: str) -> float | None:
-    """Parses `7-00:00:00` to 168 hours; None for no limit."""
-    match = re.fullmatch(r"(?:(\d{1,6})-)?(?:(\d{1,6}):)?(\d{1,6}):(\d{1,6})", limit, re.ASCII)
-    if not match:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return (days * 86400 + hours * 3600 + minutes * 60 + seconds) / 3600 or None

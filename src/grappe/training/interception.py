@@ -79,7 +79,7 @@ def replaced(*functions: tuple[Any, str, Callable[[Any], Any]]) -> Iterator[None
 def intercepted(handler: StepHandler) -> Iterator[None]:
     """Context in which the script's steps go through `handler`."""
     with replaced(
-        (DataLoader, "__iter__", lambda plain: _iterating(plain, handler)),
+        (DataLoader, "__iter__", lambda plain: lambda self: _iteration(self, plain, handler)),
         (torch.autograd, "backward", lambda plain: _backward(plain, handler)),
         (Optimizer, "__init__", lambda plain: _adding(plain, handler)),
         (nn.Module, "__getstate__", _without_plans_forward),
@@ -87,11 +87,8 @@ def intercepted(handler: StepHandler) -> Iterator[None]:
         yield
 
 
-def _iterating(plain: Callable[[Any], Iterator[Any]], handler: StepHandler) -> Callable[[Any], Iterator[Any]]:
-    def iterate(self: DataLoader[Any]) -> Iterator[Any]:
-        return handler.batches(self, functools.partial(handler.begun, self, functools.partial(plain, self)))
-
-    return iterate
+def _iteration(loader: DataLoader[Any], plain: Callable[[Any], Iterator[Any]], handler: StepHandler) -> Iterator[Any]:
+    return handler.batches(loader, functools.partial(handler.begun, loader, functools.partial(plain, loader)))
 
 
 def _backward(plain: Callable[..., None], handler: StepHandler) -> Callable[..., None]:
