@@ -130,7 +130,7 @@ def test_a_piece_arrives_as_it_was_sent(kind: torch.dtype) -> None:
 
 
 def test_plans_that_it_does_not_fit() -> None:
-    with pytest.raises(PlanError, match="check=100 compares the pieces of exact to the bit: add exact=8"):
+    with pytest.raises(PlanError, match="check=100 compares the pieces of exact to the bit: add for example exact=8"):
         Plan(check=100, replicate=2)
 
 
