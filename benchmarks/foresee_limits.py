@@ -130,9 +130,7 @@ def main() -> None:
         if needs.libraries is None:
             raise RuntimeError(f"{key}: the kernels could not be run")
         short = shortage(task, plan, needs.evaluation or 0)
-        budget = MemoryBudget(
-            whose="", size=0, beyond=short.beyond, libraries=short.assumed, margin=MARGIN, gpu=False
-        )
+        budget = MemoryBudget(whose="", size=0, beyond=short.beyond, libraries=short.assumed, margin=MARGIN, gpu=False)
         taken = budget.taken(needs)
         found[key] = {
             "peak": needs.most,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 
@@ -58,6 +59,7 @@ PLAN_WORDS = _by_word({
     "shard={}": ("fsdp",), "tensor={}": ("tp",), "workers={}": ("num_workers",),
 })  # fmt: skip
 """Options that people type, and the words of a plan for each."""
+SUGGESTED = re.compile(r"(?<=: grappe )(?!.*--help).*")  # the command line at the end of an answer
 
 
 def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> UsageError:
@@ -70,13 +72,13 @@ def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> Usage
         return UsageError(_command(error.unused_tokens, [name for name in app if not name.startswith("-")]))
     if isinstance(error, UnknownOptionError) and (typed := error.token.keyword or error.token.value):
         message = unknown_option(typed, arguments, error.argument_collection)
-        head, colon, line = message.partition(": grappe ")
-        try:
-            if colon and "--help" not in line:
-                app.parse_args(words := shlex.split(line), exit_on_error=False, print_error=False)
-        except UnknownOptionError as another:  # one line mends them all
-            more = str(corrected(another, words, app)).partition(": grappe ")[2]
-            message = message if "--help" in more else f"{head}{colon}{more or line}"
+        if line := SUGGESTED.search(message):
+            words = shlex.split(line[0])
+            try:
+                app.parse_args(words, exit_on_error=False, print_error=False)
+            except UnknownOptionError as another:  # one line mends them all
+                if more := SUGGESTED.search(str(corrected(another, words, app))):
+                    message = message.replace(line[0], more[0])
         return UsageError(message)
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         return UsageError(

@@ -352,7 +352,7 @@ def _torchs_own(tensor: Tensor, generator: Any) -> BatchRows | None:
             OWN_DRAWS.add("torch.Generator")
         return None
     _Now.intercepted += 1
-    return rows if _is_plain(tensor) or not private.is_shard_or_traced(tensor) else None
+    return rows if _is_plain(tensor) or not (private.is_dtensor(tensor) or private.is_traced(tensor)) else None
 
 
 def _all_here(rows: BatchRows) -> bool:

@@ -466,11 +466,6 @@ def fake_tensors() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def is_shard_or_traced(tensor: Tensor) -> bool:
-    """Returns whether a tensor is a DTensor, or one that has no values, since torch only traces."""
-    return is_dtensor(tensor) or is_traced(tensor)
-
-
 def is_traced(tensor: Tensor) -> bool:
     """Returns whether a tensor has no values, since torch only traces."""
     from torch._subclasses import FakeTensor

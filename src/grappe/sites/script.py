@@ -178,8 +178,8 @@ def _head(script: Script) -> str:
     processes = nodes * layout.processes
     counts = (NumberRange(layout.nodes * layout.processes, processes), NumberRange(layout.nodes, nodes))
     starts = f"{counts[0]} process{'es' if processes > 1 else ''}" if script.kind != LAUNCH else "its processes"
-    text = f"{starts} on {counts[1]} node{'s' if nodes > 1 else ''}"
-    text += f", {layout.spare} spare" if layout.spare else ""
+    spare = f", {layout.spare} spare" if layout.spare else ""
+    text = f"{starts} on {counts[1]} node{'s' if nodes > 1 else ''}{spare}"
     notes = [f"Made by: {script.command}"] if script.command else []
     notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]
     notes += [f"{cost(layout)}{f', {script.job.chain} times' if script.job.chain else ''}"]
