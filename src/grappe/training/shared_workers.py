@@ -67,16 +67,20 @@ def begun(loader: DataLoader[Any], begin: Begin, group: ProcessGroup) -> Iterato
         group: all processes, for messages of batches alone.
     """
     global _share  # noqa: PLW0603 - forked workers read it
-    context = loader.multiprocessing_context
-    method = torch.multiprocessing.get_start_method() if context is None else context.get_start_method()  # type: ignore[attr-defined]
-    by_number = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
-    if not (loader.num_workers > 0 and by_number and method == "fork" and getattr(loader, "in_order", True)):
+    if not _can_be_shared(loader):
         return begin()
     _share = group.rank(), group.size()
     try:
         return SharedIteration(begin(), loader, group)
     finally:
         _share = None
+
+
+def _can_be_shared(loader: DataLoader[Any]) -> bool:
+    context = loader.multiprocessing_context
+    method = torch.multiprocessing.get_start_method() if context is None else context.get_start_method()  # type: ignore[attr-defined]
+    by_number = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
+    return loader.num_workers > 0 and by_number and method == "fork" and getattr(loader, "in_order", True)
 
 
 class SharedIteration:
