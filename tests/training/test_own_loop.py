@@ -240,8 +240,8 @@ def test_a_function_is_launched_as_from_a_notebook() -> None:
 
 def test_further_calls_of_batches_are_further_epochs() -> None:
     def orders(calls: list[int]) -> list[list[int]]:
-        loop = grappe.Loop("threads=1")
-        return [batch.tolist() for epochs in calls for batch, _ in loop.batches(NUMBERS, 4, epochs)]
+        with grappe.Loop("threads=1") as loop:  # its end gives torch its own functions back
+            return [batch.tolist() for epochs in calls for batch, _ in loop.batches(NUMBERS, 4, epochs)]
 
     assert orders([1, 1, 1]) == orders([3]) == orders([2, 1])
     assert len(orders([1, 1, 1])) == 9
@@ -325,8 +325,7 @@ def test_a_schedule_an_average_and_a_wrapped_optimizer_go_on(
 def test_what_a_checkpoint_would_lack_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"loop.keep\((average|schedule)=…\)"):
         scheduled(tmp_path / "run", "step", None, keep=False)
-    loop = grappe.Loop("threads=1")
-    with pytest.raises(UsageError, match="a dict has no state_dict"):
+    with grappe.Loop("threads=1") as loop, pytest.raises(UsageError, match="a dict has no state_dict"):
         loop.keep(things={})
 
 

@@ -196,18 +196,20 @@ def foreign_weights(file: Path) -> Weights:
     return InMemory(state_dict_of(read_content(file), file))
 
 
+# The functions that pickle names in a number's place, and in an array's; older files have the second module's name.
+_MAKERS: list[Any] = [value.__reduce__()[0] for value in (np.float64(0), np.zeros(0))]
+_PLACES = ("numpy._core.multiarray", "numpy.core.multiarray")
+HARMLESS: list[Any] = [argparse.Namespace, np.dtype, np.ndarray, *{type(np.dtype(code)) for code in "?bhilqBHILQefdg"}]
+HARMLESS += [(each, f"{place}.{each.__name__}") for each in _MAKERS for place in _PLACES]
+"""Types and functions that torch may call beyond tensors and containers: NumPy's numbers and arrays, a Namespace."""
+
+
 def read_content(file: Path) -> Any:
     """Reads what torch.save wrote, as tensors and plain containers only.
 
     Raises:
         RunError: the file is damaged, or holds more than those.
     """
-    # Harmless beyond tensors and plain containers: NumPy's numbers and arrays, and a Namespace.
-    kinds = {type(np.dtype(code)) for code in "?bhilqBHILQefdg"}
-    # The functions that pickle names in a number's place, and in an array's.
-    functions: list[Any] = [value.__reduce__()[0] for value in (np.float64(0), np.zeros(0))]
-    modules = ("numpy._core.multiarray", "numpy.core.multiarray")  # the second one's name is in older files
-    named = [(each, f"{module}.{each.__name__}") for each in functions for module in modules]
     try:
         zipped = zipfile.is_zipfile(file)
         if zipped:
@@ -215,7 +217,7 @@ def read_content(file: Path) -> Any:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise RunError("it is compressed, which torch's own files never are")
         # Mapped, tensors that are not read (the optimizer's state) cost no memory.
-        with torch.serialization.safe_globals([argparse.Namespace, np.dtype, np.ndarray, *kinds, *named]):
+        with torch.serialization.safe_globals(HARMLESS):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except MemoryError as error:
         raise RunError(f"--from {file}: it needs more memory than the model's weights may: {ALONE}") from error

@@ -240,24 +240,7 @@ class Saver:
             self._written.set()  # after the note: process 0 waits in vain for unreported errors
         if self._world.rank == 0 and self._error is None:
             with self._noting(step, temporary):
-                fingerprints: dict[str, Fingerprint] = {}
-                for rank in range(self._world.size):
-                    name = f"rank-{rank}.safetensors"
-                    done = temporary / f"{name}.done"
-                    while not files.kind(done):
-                        if self._abandoned.wait(POLL_SECONDS):
-                            raise RunError("another process could not write its part")
-                        if not done.parent.is_dir():  # nobody would ever write it
-                            raise RunError(f"{done.parent} was removed: No such file or directory")
-                    fingerprints[name] = read_json(done, IN_CHECKPOINT)
-                for name in fingerprints:
-                    files.remove(temporary / f"{name}.done", IN_CHECKPOINT)
-                state = json.dumps({"step": step, **values}, indent=1)
-                fingerprints[STATE] = write_new(temporary / STATE, state.encode())
-                self._may_commit()
-                origin = Origin(step=step, run=self._run, samples=values.get(SAMPLES, 0))
-                commit(temporary, step_folder(self._folder, step), fingerprints, origin)
-                self._keep.clean(self._folder, step)
+                self._commit(temporary, step, values)
 
     @contextlib.contextmanager
     def _noting(self, step: int, temporary: Path) -> Iterator[None]:
@@ -289,6 +272,26 @@ class Saver:
                 self._altered, process = host_name(), f"process {self._world.rank} (node {host_name()})"
                 raise ComputedWrongly(f"the copy of {piece.name} in the memory of {process} has other bits")
         write_json(temporary / f"{name}.done", print_of, IN_CHECKPOINT)
+
+    def _commit(self, temporary: Path, step: int, values: dict[str, Any]) -> None:
+        fingerprints: dict[str, Fingerprint] = {}
+        for rank in range(self._world.size):
+            name = f"rank-{rank}.safetensors"
+            done = temporary / f"{name}.done"
+            while not files.kind(done):
+                if self._abandoned.wait(POLL_SECONDS):
+                    raise RunError("another process could not write its part")
+                if not done.parent.is_dir():  # nobody would ever write it
+                    raise RunError(f"{done.parent} was removed: No such file or directory")
+            fingerprints[name] = read_json(done, IN_CHECKPOINT)
+        for name in fingerprints:
+            files.remove(temporary / f"{name}.done", IN_CHECKPOINT)
+        state = json.dumps({"step": step, **values}, indent=1)
+        fingerprints[STATE] = write_new(temporary / STATE, state.encode())
+        self._may_commit()
+        origin = Origin(step=step, run=self._run, samples=values.get(SAMPLES, 0))
+        commit(temporary, step_folder(self._folder, step), fingerprints, origin)
+        self._keep.clean(self._folder, step)
 
     def close(self) -> None:
         """Abandons a running save: the checkpoint before it stays the newest."""

@@ -285,9 +285,7 @@ def prune(
     /,
     *,
     runs: RunsFolder = RUNS,
-    keep: Annotated[
-        int, Parameter(help="Number of newest checkpoints to keep in addition to the best.")
-    ] = DEFAULTS.keep,
+    keep: Annotated[int, Parameter(help="Newest checkpoints to keep in addition to the best.")] = DEFAULTS.keep,
     dry_run: Annotated[DryRun, Parameter(help="List what would be removed; remove nothing.")] = False,
     json: Json = False,
 ) -> None:

@@ -129,11 +129,9 @@ def _gathered(part: Tensor, parameter: nn.Parameter) -> Tensor:
     """Returns the whole tensor from this process's `part`, sharded as `parameter` is. Collective where sharded."""
     if not is_dtensor(parameter):
         return part
-    from torch.distributed.tensor import DTensor
-
     mesh, placed = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
-    return gathered(DTensor.from_local(part, mesh, placed, run_check=False, shape=shape, stride=stride))
+    return gathered(parameter.from_local(part, mesh, placed, run_check=False, shape=shape, stride=stride))
 
 
 def _part(tensor: Tensor, parameter: nn.Parameter) -> Tensor:

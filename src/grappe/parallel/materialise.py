@@ -149,7 +149,7 @@ def give_memory(model: nn.Module, device: torch.device, *, offloaded: bool = Fal
             module.to(device)
         else:
             give_own_memory(module, torch.device("cpu") if offloaded else device)
-    # What is not sharded goes to the device, without values: buffers, and parameters without a dimension.
+    # Unsharded tensors go to the device, without values: buffers, and parameters without a dimension.
     for home, name in _places(model) if offloaded and device.type != "cpu" else ():
         tensor = home[name]
         if not is_dtensor(tensor):

@@ -386,8 +386,6 @@ class ShardedExact(Exact):
 
     @torch.no_grad()
     def reduce(self, flag: float, samples: int) -> Sums:
-        from torch.distributed.tensor import DTensor
-
         [(_, parts)] = self._tree
         self._tree.clear()
         assert parts is not None
@@ -396,7 +394,7 @@ class ShardedExact(Exact):
                 parameter.grad = part + 0.0
             elif part is not None:
                 assert is_dtensor(parameter)
-                parameter.grad = DTensor.from_local(
+                parameter.grad = parameter.from_local(
                     part + 0.0,  # as for replicas: -0 becomes +0
                     parameter.device_mesh,
                     parameter.placements,

@@ -196,7 +196,6 @@ def test_fp16_reads_each_steps_norm(gpu: GpuStandIn) -> None:
     assert [one.line.partition(":")[0] for one in found] == ["step/clip.py"] * STEPS
 
 
-@pytest.mark.slow  # and so at night: twice after some thousand other tests of a process one call had not waited
 def test_the_stand_in_notes_what_waits(gpu: GpuStandIn) -> None:
     x = torch.ones(4, device="cuda")
     host = torch.ones(4).pin_memory()

@@ -19,7 +19,7 @@ LEAST_NUMBERS = 1 << 20
 """Least numbers in a piece of the optimizer's state on disk, and in a bucket of gradients."""
 BUFFERS = 5  # DeepSpeed's buffer_count, left as it is
 
-# What a user's file may set beyond the plan: how DeepSpeed moves and reports things, never what is learned.
+# Settings that a user's file may add to the plan's: how DeepSpeed moves and reports data, which changes no weights.
 FREE = {
     "": {
         "aio", "comms_logger", "flops_profiler", "wall_clock_breakdown", "memory_breakdown", "dump_state",

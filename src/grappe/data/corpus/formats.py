@@ -391,7 +391,7 @@ class Compressed(Format):
         self._at, self._stream = 0, arrow.input_stream(str(self.file), compression=kind)
         self.held, header = _UNPACKING, self.opened.read(14, 0)
         if header.startswith(b"\x28\xb5\x2f\xfd") and len(header) == 14:
-            # What a decompressor keeps of its output, by a zstd frame's header (RFC 8878, 3.1.1).
+            # The output that a decompressor keeps, by a zstd frame's header (RFC 8878, 3.1.1).
             flags, window = header[4], header[5]
             size = (8 + window % 8) << (7 + (window >> 3))
             if flags & 32:  # the content is one piece

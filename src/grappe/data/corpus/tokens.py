@@ -118,7 +118,7 @@ class Packed(_TokenDataset):
 
         name = f"{column}-{length}-{seed}-{len(corpus)}.packed"
         kinds = [np.dtype(kind) for kind in ("<u4", "<u8", "<u4")]
-        # Of each sample, where its pieces end, and of each piece, where it starts and what it predicts.
+        # The end of each sample's pieces; each piece's start, and the number of tokens that it predicts.
         self._pack_ends, self._starts, self._counts = corpus.shards.kept(name, kinds, make)[0][1]
 
     def __len__(self) -> int:

@@ -202,7 +202,7 @@ class ReferenceBatches:
             cuttable = len(expected) == len(leaves) and all(
                 isinstance(b, Tensor) and torch.equal(a, b) for a, b in zip(expected, leaves, strict=True)
             )
-        # Of a graph's nodes or a list of boxes only the samples can be put into another order.
+        # A graph's nodes and a list of boxes keep their order: only whole samples can be reordered.
         cut_rows = functools.partial(_taken, (inputs, targets))
         return PieceRows(
             piece=piece,
