@@ -22,7 +22,6 @@ from grappe.verbs.verify.random_ops import RandomOps
 
 RELATIVE = 1e-4
 """Rounding makes 1e-7 of a difference, batch statistics of half a batch a tenth."""
-COMPANIONS = 7  # with the row itself an even number, for models that put rows together in pairs
 FEWEST_ROWS = 4
 
 Call = tuple[Any, Any]
@@ -31,65 +30,12 @@ Dims = list[int | None]
 """By leaf: which of its dimensions is the batch; None: none."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Companions:
-    """Fixed samples that accompany each row in a module that always couples samples: the same under any plan.
-
-    Two rows of a batch alone would be enough if their statistics were not a step function of the rows: the
-    smallest rounding error then grows without bound within three steps.
-    """
-
-    name: str
-    """The module's name."""
-    rows: int
-    inputs: Call
-    """The module's arguments for these samples at the start."""
-    dims: Dims
-    outputs: Dims
-    """The batch dimension of each output."""
-
-    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a `forward` that calls the module's for one row at a time, followed by the fixed samples."""
-
-        fixed = tree_flatten(self.inputs)[0]
-
-        def one_by_one(*args: Any, **kwargs: Any) -> Any:
-            leaves, form = tree_flatten((args, kwargs))
-            triples = list(zip(leaves, fixed, self.dims, strict=True))
-            # Only a module whose inputs have rows can couple them.
-            rows = next(
-                leaf.shape[dim] * self.rows // other.shape[dim] for leaf, other, dim in triples if dim is not None
-            )
-            outputs = []
-            for row in range(rows):
-                accompanied = []
-                for leaf, other, dim in triples:
-                    if dim is None:
-                        accompanied.append(leaf)
-                    else:
-                        size = other.shape[dim] // self.rows
-                        accompanied.append(torch.cat([leaf.narrow(dim, row * size, size), other.to(leaf)], dim))
-                row_args, row_kwargs = tree_unflatten(accompanied, form)
-                outputs.append(tree_flatten(forward(*row_args, **row_kwargs)))
-            together = []
-            for dim, parts in zip(self.outputs, zip(*(parts for parts, _ in outputs), strict=True), strict=False):
-                if dim is None:
-                    together.append(parts[0])
-                else:
-                    own = [part.narrow(dim, 0, part.shape[dim] // (1 + self.rows)) for part in parts]
-                    together.append(torch.cat(own, dim))
-            return tree_unflatten(together, outputs[0][1])
-
-        return one_by_one
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchCoupling:
     """The modules of a model that couple a batch's samples."""
 
-    modules: dict[str, Companions | None]
-    """The innermost modules that couple samples while training, by name: None if evaluation mode stops it, else fixed
-    samples that accompany each row."""
+    modules: list[str]
+    """The names of the innermost modules that couple samples while training."""
     independent_rows: bool
     """Whether each row of the model's output is known to depend only on its own row of the input."""
 
@@ -107,7 +53,7 @@ def batch_coupled_modules(
         part: returns the inputs of the rows from one number to another, as a batch of their own.
     """
     if rows < FEWEST_ROWS:
-        return BatchCoupling(modules={}, independent_rows=False)
+        return BatchCoupling(modules=[], independent_rows=False)
     model = copy.deepcopy(model).train()
     for module in model.modules():
         # A weight that begins at 0, as a residual block's last may, would hide the coupling.
@@ -119,22 +65,19 @@ def batch_coupled_modules(
             half = _calls(model, call, part(0, rows // 2))
         except (RuntimeError, ValueError, IndexError, AssertionError):
             half = {}
-        modules: dict[str, Companions | None] = {}
+        modules: list[str] = []
         independent_rows = False
         for name, module in reversed(list(model.named_modules())):
             inner = any(inner_name.startswith(f"{name}.") or not name for inner_name in modules)
             dims = _batch_dims(calls.get(name), half.get(name), rows)
             if inner or (dims is None and not isinstance(module, BatchNormBase)):
                 continue
-            if dims is None:
-                modules[name] = None  # a graph's nodes: not to be halved, but known by the class
-                continue
-            coupled = _couples(module, calls[name], dims, rows)
+            # A graph's nodes are not to be halved; batch normalisation is known by its class.
+            coupled = dims is None or _couples(module, calls[name], dims, rows)
             independent_rows = not name and coupled is False
             if coupled:
-                always = _couples(module.eval(), calls[name], dims, rows)
-                modules[name] = _companions(name, module, calls[name], dims, rows) if always else None
-    return BatchCoupling(modules=dict(sorted(modules.items())), independent_rows=independent_rows)
+                modules.append(name)
+    return BatchCoupling(modules=sorted(modules), independent_rows=independent_rows)
 
 
 def _calls(model: nn.Module, call: ModelCall, inputs: Any) -> dict[str, Call]:
@@ -190,19 +133,6 @@ def _couples(module: nn.Module, call: Call, dims: Dims, rows: int) -> bool | Non
         if math.isfinite(most) and not torch.allclose(head, b, rtol=RELATIVE, atol=RELATIVE * most):
             return True
     return False
-
-
-def _companions(name: str, module: nn.Module, call: Call, dims: Dims, rows: int) -> Companions:
-    """Returns the first of the rows as fixed samples."""
-    count = min(COMPANIONS, rows)
-    both = _outputs(module, call), _outputs(module, _part(call, dims, rows, rows // 2))
-    return Companions(
-        name=name,
-        rows=count,
-        inputs=copied(_part(call, dims, rows, count)),
-        dims=dims,
-        outputs=[_batch_dim(a, b, rows) for a, b in zip(*both, strict=True)],
-    )
 
 
 def _part(call: Call, dims: Dims, rows: int, kept: int) -> Call:

@@ -25,7 +25,6 @@ from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map
 from grappe.rows.tensor import full
 from grappe.step.loss import loss_of
 from grappe.task import Task, derived, overrides
-from grappe.verbs.verify.batch_coupling import Companions
 
 NO_CLIP = 1e30  # engines compute the gradient's norm where there is a bound; this one is never reached
 EPOCH_STEPS = 3  # whole batches in an epoch of a trial; a short odd one follows
@@ -39,8 +38,6 @@ class Instrumentation:
     """Random numbers drawn in the model are replaced by their mean."""
     evaluated_modules: tuple[str, ...] = ()
     """Modules that couple a batch's samples while training, to be run as in evaluation."""
-    companions: tuple[Companions, ...] = ()
-    """Fixed samples for modules that couple samples in evaluation too: each row runs with the same other rows only."""
     loss_row_by_row: bool = False
     """The loss is computed row by row, so that no row can enter another's."""
     without_augmentation: bool = False
@@ -141,9 +138,6 @@ def instrumented(task: Task, instrumentation: Instrumentation, recorder: SampleR
 
     def model(self: Task) -> nn.Module:
         made = task.model()
-        for companions in instrumentation.companions:
-            module = made.get_submodule(companions.name)
-            module.forward = companions.wrap(module.forward)  # type: ignore[method-assign]
         for name, module in made.named_modules():
             if name in instrumentation.evaluated_modules:
                 module.register_forward_pre_hook(_evaluate)

@@ -122,7 +122,6 @@ class TrialRunner:
 SWITCH_NAMES = {
     "without_randomness": "random draws",
     "evaluated_modules": "statistics of the batch",
-    "companions": "the other samples of the batch",
     "loss_row_by_row": "losses of several rows",
     "without_augmentation": "augmentation",
     "constant_buffers": "state in buffers",

@@ -49,7 +49,7 @@ from grappe.step.precision import autocast, in_double, set_gpu_arithmetic
 from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import Task, overrides
 from grappe.training.short_run import TaskProcess
-from grappe.verbs.verify.batch_coupling import Companions, batch_coupled_modules
+from grappe.verbs.verify.batch_coupling import batch_coupled_modules
 from grappe.verbs.verify.instrument import NO_CLIP, NOTHING, Instrumentation, SampleRecorder, all_rows, instrumented
 from grappe.verbs.verify.random_ops import RandomOps
 
@@ -581,8 +581,6 @@ class Reference:
     """Operators of the model that draw random numbers."""
     coupled: dict[str, str]
     """Modules that couple a batch's samples, by name: their classes."""
-    companions: tuple[Companions, ...]
-    """Fixed samples for modules that couple samples in evaluation too, to accompany each row."""
     buffers: tuple[str, ...]
     augments: bool
     clips: bool
@@ -649,7 +647,6 @@ def trained(request: ReferenceRequest, process: TaskProcess) -> Reference:
         per_epoch=batches.per_epoch,
         draws=tuple(sorted(random_ops.seen)),
         coupled={name: kinds[name] for name in coupling.modules},
-        companions=tuple(companions for companions in coupling.modules.values() if companions is not None),
         buffers=tuple(name for name, _ in model.model.named_buffers()),
         augments=overrides(task, "augment"),
         clips=task.clip != NO_CLIP,

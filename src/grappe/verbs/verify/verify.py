@@ -29,6 +29,7 @@ VerdictWord = Literal["same", "same but for these", "different", "cannot be judg
 SHOWN = 3
 STEPS = 8  # two epochs of a trial; longer trainings of correct code drift apart
 STATISTICS, DROPOUT, PRECISION = "statistics", "dropout", "precision"
+PIECES = "one process that takes the plan's pieces one after the other learns the same"
 KEPT = frozenset(
     {
         "engine", "device", "backend", "replicate", "shard", "pipeline", "domain", "cut", "tensor",
@@ -243,9 +244,12 @@ class _Judgement:
                 return self._finding("different", faults, notes)
             fp16 = PRECISION in fewest and self._plan.precision == "fp16"
             if not fp16 and self._difference_from_pieces(self._plan, self._start, precision=True).agrees:
-                pieces = "one process that takes the plan's pieces one after the other learns the same"
-                notes = [*notes, pieces]
+                notes = [*notes, PIECES]
             return self._finding("same but for these", [self._name(feature) for feature in fewest], notes)
+        others = [feature for feature in asked_for if feature != STATISTICS]
+        # Some modules couple samples in evaluation, too: what they do cannot be switched off.
+        if STATISTICS in asked_for and self._difference_from_pieces(*self._without(others)).agrees:
+            return self._finding("same but for these", [self._name(feature) for feature in asked_for], [*notes, PIECES])
         plan, instrumentation = self._without(asked_for)
         causes = ablations(self._runner, plan, instrumentation, self._runner.reference(plan, instrumentation))
         if not causes:
@@ -278,15 +282,8 @@ class _Judgement:
 
     def _without(self, off: Sequence[str]) -> tuple[Plan, Instrumentation]:
         plan = dataclasses.replace(self._plan, precision="fp32") if PRECISION in off else self._plan
-        coupled = self._base.coupled if STATISTICS in off else ()
-        companions = self._base.companions if STATISTICS in off else ()
-        kept = {companion.name for companion in companions}
-        return plan, dataclasses.replace(
-            self._start,
-            without_randomness=DROPOUT in off,
-            evaluated_modules=tuple(name for name in coupled if name not in kept),
-            companions=companions,
-        )
+        evaluated = tuple(self._base.coupled) if STATISTICS in off else ()
+        return plan, dataclasses.replace(self._start, without_randomness=DROPOUT in off, evaluated_modules=evaluated)
 
     def _agrees(self, off: Sequence[str]) -> bool:
         plan, instrumentation = self._without(off)
