@@ -26,7 +26,7 @@ RETURNED = {
     "grappe.contrib.tune.study:Study": ("folder", "search", "trials", "best", "run_folder"),
     "grappe.contrib.tune.study:Trial": (),
     "grappe.verbs.verify.verify:PlanVerdict": (),
-    "grappe.sites.slurm:Entry": (),
+    "grappe.contrib.slurm.slurm:Entry": (),
 }
 MEMBERS = {
     "Images": ("sample", "read", "name", "targets", "classes", "left_out"),

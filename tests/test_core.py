@@ -29,14 +29,19 @@ def test_the_core_needs_no_extension(tmp_path: Path) -> None:
         ("evaluate", "first"),
         ("predict", "first", "new.npy", "--out", "predicted.npz"),
         ("verify", *TASK, "--plan", "replicate=2", "--steps", "2"),
-        ("foresee", "digits", "--plan", "shard=2"),
+        ("foresee", "digits", "--plan", "shard=2", "--site", "narval"),
+        ("runs",),
         ("engines",),
         ("--help",),
     )
     for words in commands:
         done = run(tmp_path, *words)
         assert not done.returncode, (words, done.stdout[-1000:], done.stderr[-2000:])
-    assert " export " not in done.stdout
+    for command in ("export", "submit", "tune", "launch"):
+        assert f"│ {command} " not in done.stdout
+    refused = run(tmp_path, "measure", "digits", "--site", "narval")
+    assert refused.returncode == 2
+    assert "needs the extension 'slurm'" in refused.stderr
     refused = run(tmp_path, "train", "digits", "--plan", "engine=deepspeed")
     assert refused.returncode == 2
     assert "there is no engine 'deepspeed'" in refused.stderr

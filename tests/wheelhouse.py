@@ -6,7 +6,7 @@ import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from grappe.sites.environment import packed
+from grappe.contrib.slurm.environment import packed
 
 NAME = re.compile(r"[\w.-]+")
 SEPARATORS = re.compile(r"[-_.]+")

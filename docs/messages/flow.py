@@ -45,7 +45,7 @@ REASONS = {
 }
 REASONS |= {"_unsaved", "chosen", "remarks", "unchecked", "time_note", "unsaved", "whose", "why", "wrong_rule"}
 """Attributes that hold a part of a message, wherever they are set."""
-RESULTS = ("cli/application.py", "sites/script")
+RESULTS = ("cli/application.py", "contrib/slurm/script")
 """Files that make the help, and scripts: of these, only what is raised counts."""
 PATTERNS = ("remedies.py",)
 """Files of patterns of what others say; docs/messages/others.py has the remedies."""

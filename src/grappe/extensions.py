@@ -6,6 +6,8 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
+from grappe.errors import UsageError
+
 FOLDER = Path(__file__).with_name("contrib")
 
 
@@ -15,5 +17,11 @@ def having(part: str) -> list[str]:
 
 
 def module(name: str, part: str) -> ModuleType:
-    """Imports a module of an extension."""
+    """Imports a module of an extension.
+
+    Raises:
+        UsageError: this installation lacks the extension.
+    """
+    if name not in having(part):
+        raise UsageError(f"this needs the extension '{name}', which this installation lacks: install grappe whole")
     return importlib.import_module(f"grappe.contrib.{name}.{part}")

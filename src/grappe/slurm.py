@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from grappe import finder
-from grappe.cli.cluster import read_submission
 from grappe.cli.commands import app
+from grappe.contrib.slurm import jobs, slurm
+from grappe.contrib.slurm.commands import read_submission
+from grappe.contrib.slurm.jobs import lines, log_files
+from grappe.contrib.slurm.slurm import Entry
+from grappe.contrib.slurm.submit import submit_all
 from grappe.errors import UsageError
 from grappe.launch.terminal import say, write
-from grappe.sites import slurm
 from grappe.sites.sbatch import JobOptions
-from grappe.sites.slurm import Entry
-from grappe.verbs.submit import jobs
-from grappe.verbs.submit.jobs import lines, log_files
-from grappe.verbs.submit.submit import submit_all
 
 __all__ = [
     "Job", "JobOptions", "display_slurm_queue", "gpu_jobs_submitter", "logs", "queue", "search_log", "submit",

@@ -11,8 +11,8 @@ from docs.messages.others import command, commands
 
 from grappe.cli.commands import app
 from grappe.cli.exit import FORM, json_values, show_json
+from grappe.contrib.slurm import jobs
 from grappe.verbs.data import walk
-from grappe.verbs.submit import jobs
 from tests.data.images import pictures
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "json.md").read_text()

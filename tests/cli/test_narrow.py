@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import RenderableType
 
+from grappe.contrib.slurm import jobs, slurm
 from grappe.launch.safe_console import SafeConsole, wide_console
-from grappe.sites import slurm
 from grappe.verbs import catalogue, runs
 from grappe.verbs.foresee import tables
-from grappe.verbs.submit import jobs
 from tests.verbs.foresee.test_tables import PLANS
 
 NAME = "digits-20261125-143000-7c1e"

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from grappe import sites
-from grappe.cli.cluster import read_submission
 from grappe.cli.commands import app
+from grappe.contrib.slurm.commands import read_submission
+from grappe.contrib.slurm.packages import job_packages
+from grappe.contrib.slurm.resources import jobs_of, laid_out, line_in_allocation
+from grappe.contrib.slurm.script import Script, render
+from grappe.contrib.slurm.submit import job_script
 from grappe.errors import UsageError
 from grappe.plan import Plan
 from grappe.sites.sbatch import SCRIPT, JobOptions
-from grappe.sites.script import Script, render
-from grappe.verbs.submit.packages import job_packages
-from grappe.verbs.submit.resources import jobs_of, laid_out, line_in_allocation
-from grappe.verbs.submit.submit import job_script
 
 JOB = JobOptions()
 

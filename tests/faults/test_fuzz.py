@@ -21,16 +21,17 @@ from torch import nn
 
 from grappe import engines, sites
 from grappe.cli import commands
-from grappe.cli.cluster import read_submission
 from grappe.cli.commands import app
 from grappe.cli.exit import BUG
+from grappe.contrib.slurm import jobs
+from grappe.contrib.slurm.commands import read_submission
+from grappe.contrib.slurm.script import render
 from grappe.errors import GrappeError
 from grappe.fields import parse, split
 from grappe.launch.safe_console import SafeConsole
 from grappe.plan import Plan
 from grappe.sites.layout import fit, layout
 from grappe.sites.sbatch import JobOptions
-from grappe.sites.script import render
 from grappe.training.run import Run, all_runs
 from grappe.training.task_reference import TaskReference
 from grappe.verbs import follow, prune, runs
@@ -39,11 +40,10 @@ from grappe.verbs.follow import write_csv
 from grappe.verbs.load import load
 from grappe.verbs.predict.predict import as_json, predict
 from grappe.verbs.report.report import gather, html
-from grappe.verbs.submit import jobs
+from tests.contrib.slurm.golden import script
 from tests.faults.fuzz import DAMAGE, ESCAPES, JSON, NUMBERS, TEXTS, damage, evaluated, fuzzed, told
 from tests.parity.tasks import Images
 from tests.patience import PATIENCE_SECONDS
-from tests.sites.golden import script
 from tests.training.test_training import train
 
 ENDINGS = (0, 2)

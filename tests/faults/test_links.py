@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from grappe.checkpoint.lease import Lease
+from grappe.contrib.slurm.jobs import record_job
 from grappe.errors import GrappeError
 from grappe.training.run import Run
 from grappe.training.watchers.tensorboard_log import TensorBoard
@@ -17,7 +18,6 @@ from grappe.verbs.load import load
 from grappe.verbs.prune import prune
 from grappe.verbs.report.report import report
 from grappe.verbs.runs import describe
-from grappe.verbs.submit.jobs import record_job
 from tests.parity.tasks import Images
 from tests.training.test_training import train
 

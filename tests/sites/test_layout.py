@@ -3,10 +3,10 @@
 import pytest
 
 from grappe import sites
+from grappe.contrib.slurm import slurm
 from grappe.errors import GrappeError, PlanError
 from grappe.fields import NumberRange
 from grappe.plan import Plan
-from grappe.sites import slurm
 from grappe.sites.layout import fit, layout, stretched
 from grappe.sites.sbatch import JobOptions
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from grappe import sites
+from grappe.contrib.slurm.script import render
 from grappe.errors import UsageError
 from grappe.launch.safe_console import SafeConsole
-from grappe.sites.script import render
 from grappe.verbs.catalogue import site_list
-from tests.sites.golden import script
+from tests.contrib.slurm.golden import script
 
 GOOD = """title = "Mine"
 source = "https://example.org"

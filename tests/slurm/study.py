@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from grappe.contrib.slurm import jobs
 from grappe.contrib.tune.coordinator import Coordinator
 from grappe.contrib.tune.space import SearchOptions
 from grappe.contrib.tune.tune import search
@@ -12,7 +13,6 @@ from grappe.fields import split
 from grappe.launch.start import interrupted
 from grappe.plan import as_plan
 from grappe.sites.sbatch import JobOptions
-from grappe.verbs.submit import jobs
 from tests.commands import MARK
 
 PLAN = "device=cpu,threads=1,workers=0"

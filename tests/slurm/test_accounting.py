@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from grappe import slurm as notebook
+from grappe.contrib.slurm import slurm
 from grappe.contrib.tune.study import open_study
-from grappe.sites import slurm
 from tests.commands import SLOW
 from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster

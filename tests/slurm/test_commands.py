@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from grappe import slurm as notebook
+from grappe.contrib.slurm.jobs import wait
 from grappe.errors import GrappeError, ProcessDied
 from grappe.training.run import Run
-from grappe.verbs.submit.jobs import wait
 from tests.commands import SLOW
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PLAN, grappe, submit

@@ -8,7 +8,7 @@ import pytest
 
 from grappe.cli import commands
 from grappe.contrib.doctor.checks import job
-from grappe.sites import slurm
+from grappe.contrib.slurm import slurm
 from tests.commands import SLOW
 from tests.slurm import configuration
 from tests.slurm.cluster import Cluster

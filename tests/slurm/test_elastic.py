@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from grappe.checkpoint.format import list_checkpoints
+from grappe.contrib.slurm.jobs import FAILED_NODES, nodes_to_leave_out
 from grappe.training.run import Run
-from grappe.verbs.submit.jobs import FAILED_NODES, nodes_to_leave_out
 from tests.commands import GRAPPE, SLOW, ran
 from tests.faults.resume_cell import hashes
 from tests.slurm.cluster import Cluster

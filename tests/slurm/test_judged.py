@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from grappe import sites
-from grappe.sites.script import render
+from grappe.contrib.slurm.script import render
+from tests.contrib.slurm.golden import MORE, SIZES, others, script, with_job
 from tests.patience import PATIENCE_SECONDS
-from tests.sites.golden import MORE, SIZES, others, script, with_job
 from tests.slurm.cluster import Cluster
 from tests.slurm.shapes import hours, live
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from grappe.contrib.slurm.jobs import nodes_to_leave_out
 from grappe.training.run import Run
-from grappe.verbs.submit.jobs import nodes_to_leave_out
 from tests.commands import SLOW
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import PLAN, Job, grappe, submit

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from grappe.contrib.script.launch import launch
 from grappe.training import shared_workers
 from grappe.training.shared_workers import Elsewhere, fetching, loaded_rows
-from grappe.verbs.launch.launch import launch
 
 ROWS = TensorDataset(torch.arange(12.0))
 

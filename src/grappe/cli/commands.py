@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from grappe import extensions
-from grappe.cli import cluster, completion, images, measuring, output  # noqa: F401 (their commands)
+from grappe.cli import completion, images, measuring, output  # noqa: F401 (their commands)
 from grappe.cli import exit as entry_point
 from grappe.cli.application import (
     OPTIONS,
@@ -34,9 +34,8 @@ from grappe.cli.application import (
     put_in_order,
 )
 from grappe.cli.exit import show, show_answer, show_either, show_json
-from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, UsageError
+from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.fields import typed_name
-from grappe.launch import files
 from grappe.launch.files import RUNS
 from grappe.launch.rank import is_main_process, rank_from_environment
 from grappe.launch.terminal import complain, redirected, waiting, write
@@ -113,44 +112,6 @@ def train(
 
         show_json("runs", runs=facts(runs, result.run))
     return interrupted() if result.status == "interrupted" else EXIT_OK
-
-
-@app.command
-def launch(
-    script: Path,
-    /,
-    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    plan: PlanText = "",
-    run: Path | None = None,
-    runs: RunsFolder = RUNS,
-    save_every: int | None = None,
-) -> int:
-    """Run a training script, as it is, on the processes of a plan.
-
-    A script for one process runs on each, and its tensors hold a process's rows
-    of every batch: lines and weights are those of one process. What cannot be
-    is refused by name. A grappe.Loop() in the script trains under the plan. A script
-    for several processes (torch.distributed, Accelerate) is started as it is.
-    Options come before the script; what follows it is its own.
-
-        grappe launch --plan replicate=2 mnist.py --epochs 3
-
-    Args:
-        script: A training script.
-        arguments: The script's own arguments.
-        run: The run's folder, of a script for one process; if there is a run, it is resumed.
-        save_every: Steps between checkpoints of the script's state. Default: a minute.
-    """
-    preflight([plan], later=True)
-    from grappe.launch.start import interrupted
-    from grappe.verbs.launch.launch import launch as verb
-
-    code = verb(script, arguments, plan, run=run, base=runs, save_every=save_every)
-    typed = {text.partition("=")[0] for text in arguments}
-    for option in ("--plan", "--run", "--runs", "--save-every"):
-        if code == EXIT_USAGE and option in typed and option not in files.read_text(script):  # as argparse ends
-            complain(f"grappe: {option} after the script was the script's own option: write grappe's before the script")
-    return interrupted() if code == EXIT_INTERRUPTED else code
 
 
 @app.command
@@ -366,6 +327,30 @@ def completion_(shell: Literal["bash", "zsh", "fish"], /) -> None:
     """
     for line in completion.script(app, shell).splitlines():
         write(line)
+
+
+@app.command
+def sites(
+    name: Annotated[str | None, Parameter(completer=completion.sites, help="A site, to show all its facts.")] = None,
+    /,
+    *,
+    json: Json = False,
+) -> None:
+    """List the clusters that jobs can be submitted to, or one cluster's facts and their sources."""
+    from grappe import sites as known_sites
+    from grappe.verbs.catalogue import site_facts, site_list
+
+    listed = [known_sites.find(each) for each in ([name] if name else known_sites.files())]
+    show_either(json, "sites", site_facts(name) if name else site_list(), sites=listed)
+
+
+@app.command
+def gpus(*, json: Json = False) -> None:
+    """List GPUs by their data sheets: memory, peak rates, power, generation, and the clusters that have them."""
+    from grappe.foresight.devices import devices
+    from grappe.verbs.catalogue import gpu_list
+
+    show_either(json, "gpus", gpu_list(), gpus=devices())
 
 
 for extension in extensions.having("commands"):

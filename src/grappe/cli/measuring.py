@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from grappe import extensions
 from grappe.cli import completion, output
 from grappe.cli.application import (
     OPTIONS,
@@ -33,8 +33,7 @@ from grappe.fields import Counts, split, whole_numbers
 from grappe.language import translated_name
 from grappe.launch.files import RUNS
 from grappe.launch.rank import rank_from_environment
-from grappe.launch.terminal import complain, progress, say, waiting, write
-from grappe.sites.sbatch import JobOptions
+from grappe.launch.terminal import complain, progress, say, waiting
 from grappe.verbs.measure.points import MeasureOptions
 from grappe.words import count_of, filled_table, plain_table
 
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from grappe.verbs.lr_find import LearningRates
     from grappe.verbs.measure.explain import Explanation
     from grappe.verbs.measure.points import Measurement
-    from grappe.verbs.submit.submit import Submitted
-    from grappe.verbs.verify.against import Agreement
     from grappe.verbs.verify.record import Recorded
     from grappe.verbs.verify.verify import PlanVerdict
 
@@ -165,9 +162,8 @@ def measure(
                 "--json alone: --script train.py"
             )
         _refuse_later_plan(script, plan)
-        from grappe.verbs.measure.measure import measure_script
-
-        points = measure_script(script[0], script[1:], plan or [""], options=options, note=complain, begun=progress)
+        measured = extensions.module("script", "measure").measure_script
+        points = measured(script[0], script[1:], plan or [""], options=options, note=complain, begun=progress)
         return _show_points(points, script[0], out=out, json=json)
     name = task or str((gather or [""])[0])
     options = dataclasses.replace(options, batch_size=sizes)
@@ -179,14 +175,13 @@ def measure(
     if (options.evaluate_every or options.save_every) and not options.why:
         raise UsageError("--evaluate-every and --save-every are for --why: add it, or leave them out")
     if site is not None:
-        from grappe.verbs.measure.measure import send
-
         if largest_batch:
             raise UsageError("--largest-batch measures on this machine: leave it out with --site")
-        job = JobOptions(site=site, account=account, time=job_time)
-        sent = send(name, plans, options=options, job=job, fields=fields, data=data, show=dry_run)
-        later = ("--weak",) * options.weak + (("--out", str(out)) if out else ())
-        return _show_sent(sent, name, later, scripts=dry_run)
+        by_jobs = extensions.module("slurm", "commands").measure_by_jobs
+        return by_jobs(
+            name, plans, options, site=site, account=account, time=job_time, fields=fields, data=data, out=out,
+            dry_run=dry_run,
+        )  # fmt: skip
     if not gather:
         preflight(plans, name)
     from grappe.verbs.measure import measure as verb
@@ -233,20 +228,6 @@ def _batch_sizes(fields: Sequence[str]) -> tuple[dict[str, str], tuple[int, ...]
     """Returns the texts of the fields by name, and the values of batch_size=32,64 apart from them."""
     texts = split(fields)
     return texts, whole_numbers(texts.pop("batch_size", ""), "batch_size")
-
-
-def _show_sent(jobs: Iterable[Submitted], task: str, later: Sequence[str], *, scripts: bool) -> int:
-    """Shows jobs, and the command that gathers their results; or their scripts alone."""
-    runs = []
-    for submitted in jobs:
-        if scripts:
-            write(submitted.text, end="")
-        else:
-            show(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
-        runs.append(str(submitted.run))
-    if not scripts:
-        show(f"once they have ended: grappe measure {task} --gather {shlex.join([*runs, *later])}")
-    return EXIT_OK
 
 
 def _refuse_later_plan(script: Sequence[str], plan: object) -> None:
@@ -349,8 +330,12 @@ def verify(
         out: Write the findings to this JSON file.
     """
     if script or task is None:
-        alone = [] if task is not None or against or record or with_ else script or []
-        return max(_verify_script(alone, each, steps or 8, out, json=json) for each in plan or [""])
+        if not script or any((task, against, record, with_)):
+            raise UsageError("grappe verify needs a task, or a script for one process alone: --script train.py")
+        _refuse_later_plan(script, plan)
+        output.check(out, ".json")
+        verify_script = extensions.module("script", "commands").verify_script
+        return max(verify_script(script, each, steps or 8, out, json=json) for each in plan or [""])
     if (record or with_) and (against or (record and with_) or len(plan or ()) > 1):
         raise UsageError("--record and --with take one process: leave out --against, and give one of them")
     if not (record or with_ or against or plan):
@@ -365,23 +350,20 @@ def verify(
         progress("a few steps of one plain process")
         steps = recording.STEPS if steps is None else steps
         here = recording.record(task, (plan or [""])[0], fields=texts, data=data, steps=steps, other=there)
-        _end_progress()
+        end_progress()
         if there is None:
             return _show_recorded(task, here, record, json=json)
         return _show_compared(task, here, out, json=json)
     steps = 8 if steps is None else steps
     if against:
-        from grappe.verbs.verify.against import verify_against
-
-        agreement = verify_against(task, against[0], against[1:], fields=texts, data=data, steps=steps, note=progress)
-        same = f"{task} learns what {against[0]} does"
-        return _show_agreement("verify --against", agreement, same, {"task": task, "script": against}, out, json=json)
+        verify_against = extensions.module("script", "commands").verify_against
+        return verify_against(task, against, steps, out, fields=texts, data=data, json=json)
     from grappe.verbs.verify import verify as verb
 
     findings = list(
         verb.verify(task, plan or (), fields=texts, data=data, steps=steps, note=progress, complain=complain)
     )
-    _end_progress()
+    end_progress()
     return _show_verdicts(task, findings, out, json=json)
 
 
@@ -405,44 +387,10 @@ def _show_verdicts(task: str, findings: Sequence[PlanVerdict], out: Path | None,
     return EXIT_OK if all(finding.learns_the_same for finding in findings) else EXIT_FAILURE
 
 
-def _end_progress() -> None:
+def end_progress() -> None:
+    """Clears the line of progress, before a result is shown."""
     progress("")
     sys.stderr.flush()
-
-
-def _verify_script(script: Sequence[str], plan: str, steps: int, out: Path | None, *, json: bool) -> int:
-    if not script:
-        raise UsageError("grappe verify needs a task, or a script for one process alone: --script train.py")
-    _refuse_later_plan(script, plan)
-    output.check(out, ".json")
-    from grappe.verbs.verify.script import verify_script
-
-    agreement = verify_script(script[0], script[1:], plan, steps=steps, note=progress)
-    same = f"{plan} learns what {script[0]} learns on one process"
-    return _show_agreement("verify --script", agreement, same, {"script": script, "plan": plan}, out, json=json)
-
-
-def _show_agreement(
-    kind: str, agreement: Agreement, same: str, compared: Mapping[str, object], out: Path | None, *, json: bool
-) -> int:
-    """Shows the first difference, or that there is none; returns the exit code."""
-    _end_progress()
-    form = {**compared, **dataclasses.asdict(agreement)}
-    if json:
-        show_json(kind, **form)
-    elif agreement.learns_the_same:
-        say(f"same: {same}")
-        show_facts([
-            ("steps compared", str(agreement.step)),
-            ("tensors", str(agreement.tensors)),
-            ("largest difference", f"{agreement.largest:.1e}, of a tensor's norm, after any step"),
-        ])  # fmt: skip
-    else:
-        say(f"different: {agreement.difference}" + (f" (step {agreement.step})" if agreement.step else ""))
-    for line in () if json else agreement.notes:
-        say(f"note: {line}")
-    output.write_json(out, kind, **form)
-    return EXIT_OK if agreement.learns_the_same else EXIT_FAILURE
 
 
 def _show_recorded(task: str, here: Recorded, record: Path | None, *, json: bool) -> int:

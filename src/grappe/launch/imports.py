@@ -8,6 +8,9 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+LIGHTNING = ("lightning", "pytorch_lightning")
+"""Packages of Lightning, whose scripts start their processes themselves."""
+
 
 def function(name: str) -> Callable[..., Any]:
     """Returns the function "package.module:name"."""

@@ -21,9 +21,9 @@ from grappe.errors.foreign_text import entries, number
 from grappe.language import translated_cell, translated_name
 from grappe.launch.safe_console import fact_table
 from grappe.launch.terminal import complain
+from grappe.training.job_records import submitted
 from grappe.training.run import DESCRIPTION, Run, all_runs
 from grappe.training.watchers.expected_end import span
-from grappe.verbs.submit.jobs import submitted
 from grappe.words import count_of, filled_table, format_number, plan_name
 
 if TYPE_CHECKING:

@@ -6,19 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from grappe.contrib.slurm import jobs, slurm
+from grappe.contrib.slurm.resources import Submission
+from grappe.contrib.slurm.slurm import End, Entry, SlurmError
+from grappe.contrib.slurm.submit import Submitted
 from grappe.contrib.tune import trainings as trainings_module
 from grappe.contrib.tune.trainings import NotNow, SlurmTrainings
 from grappe.errors import DataError, OutOfMemory, ProcessDied, UsageError
 from grappe.plan import Plan
-from grappe.sites import slurm
 from grappe.sites.sbatch import JobOptions
-from grappe.sites.slurm import End, Entry, SlurmError
 from grappe.training.options import Options
 from grappe.training.request import Request
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.submit import jobs
-from grappe.verbs.submit.resources import Submission
-from grappe.verbs.submit.submit import Submitted
 from tests.contrib.tune import line
 from tests.patience import PATIENCE_SECONDS
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grappe import sites
+from grappe.contrib.slurm.jobs import record_job
 from grappe.plan import Plan
 from grappe.sites.layout import layout
 from grappe.sites.sbatch import JobOptions
@@ -18,7 +19,6 @@ from grappe.training.options import Options
 from grappe.training.run import Run
 from grappe.training.task_reference import field_texts, source_hash
 from grappe.verbs.foresee import training_time
-from grappe.verbs.submit.jobs import record_job
 from grappe.words import processor_name
 
 A100 = "NVIDIA A100-SXM4-40GB"

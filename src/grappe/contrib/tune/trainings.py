@@ -17,6 +17,9 @@ from typing import Literal
 
 from grappe import errors
 from grappe.checkpoint.lease import Lease
+from grappe.contrib.slurm import jobs, slurm
+from grappe.contrib.slurm.resources import Submission
+from grappe.contrib.slurm.submit import submit_all
 from grappe.contrib.tune.study import run_folder
 from grappe.errors import DataError, GrappeError, RunError, UsageError
 from grappe.launch import files
@@ -24,14 +27,10 @@ from grappe.launch.local import Launch, advance
 from grappe.launch.mps import DEVICES
 from grappe.launch.signals import SignalForwarding
 from grappe.plan import Plan
-from grappe.sites import slurm
 from grappe.sites.sbatch import TRAIN, JobOptions
 from grappe.training.options import option_words
 from grappe.training.request import Request
 from grappe.training.run import Run
-from grappe.verbs.submit import jobs
-from grappe.verbs.submit.resources import Submission
-from grappe.verbs.submit.submit import submit_all
 from grappe.words import first_line
 
 OF_THE_MACHINE = (RunError, DataError)

@@ -16,10 +16,10 @@ from grappe.plan import Plan
 from grappe.sites.layout import Layout
 from grappe.sites.schema import Site
 from grappe.task import Task
+from grappe.training.job_records import submitted
 from grappe.training.options import Options, occasions_left
 from grappe.training.run import SAVED, Run, all_runs
 from grappe.training.task_reference import field_texts, same_task, source_hash
-from grappe.verbs.submit.jobs import submitted
 from grappe.words import processor_name
 
 MARGIN = 0.2  # for what varies: other users of a file system, of a network, of a node

@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import io
 import itertools
 import os
 import re
-import secrets
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from grappe import finder
 from grappe.data.datasets import dataset_of, prepare
 from grappe.data.stream import head
 from grappe.errors import GrappeError, RunError, UsageError
 from grappe.errors.foreign_text import number
-from grappe.fields import split
 from grappe.launch.files import scratch
 from grappe.launch.rank import ProcessRank
-from grappe.launch.start import start
 from grappe.launch.world import choose_device
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.profiling import memory
 from grappe.profiling.phases import WARMUP
-from grappe.sites.sbatch import JobOptions
 from grappe.task import Task
+from grappe.training.job_records import newest_job, submitted
 from grappe.training.options import Options
 from grappe.training.request import Request, data_folder
 from grappe.training.run import Run
 from grappe.training.short_run import short_training
 from grappe.training.task_reference import SCRIPT, TaskReference
-from grappe.verbs.launch.launch import ScriptRequest, refuse_plan, request_for_one, start_server
 from grappe.verbs.measure import verdict
 from grappe.verbs.measure.points import Measurement, Measurements, MeasureOptions, ProcessTimes, TimedRun
-from grappe.verbs.submit.jobs import newest_job, submitted
-from grappe.verbs.submit.resources import Submission
-from grappe.verbs.submit.submit import Submitted, submit_all
 from grappe.words import first_line, plan_name
 
 
@@ -83,59 +72,24 @@ def measure(
 
     load = before if (before := os.getloadavg()[0]) > 1 + (os.cpu_count() or 1) else 0.0
     with scratch("measure") as folder:
-        points = _measured(functools.partial(train, weak=options.weak), folder, grid, options.repeats, note, begun)
+        points = measured_in_turns(
+            functools.partial(train, weak=options.weak), folder, grid, options.repeats, note, begun
+        )
         if advise:
             larger = verdict.larger_batch(points)
-            tried = _measured(train, folder / "advice", larger, options.repeats, note, begun)
+            tried = measured_in_turns(train, folder / "advice", larger, options.repeats, note, begun)
             points += [dataclasses.replace(point, origin="advice") for point in tried]
-    return _some([dataclasses.replace(point, load=load) for point in points])
+    return not_all_failed([dataclasses.replace(point, load=load) for point in points])
 
 
-def measure_script(
-    script: Path | str,
-    arguments: Sequence[str] = (),
-    plans: Sequence[AnyPlan] = ("",),
-    *,
-    options: MeasureOptions | None = None,
-    note: Callable[[str], None] = lambda line: None,
-    begun: Callable[[str], None] = lambda line: None,
-) -> Measurements:
-    """Launches a script for one process under each plan for some steps, as `measure` trains a task.
-
-    Args:
-        arguments: the script's own.
-        options: of which scripts have steps and repeats.
-        note, begun: as of `measure`.
-
-    Raises:
-        UsageError: the script is none for one process.
-        GrappeError: no plan could be measured.
-    """
-    options = options or MeasureOptions()
-    for plan in plans:
-        refuse_plan(as_plan(plan))
-    requests: dict[Plan, ScriptRequest] = {}
-    seed = secrets.randbits(31)
-
-    def train(plan: Plan, _: int, __: int, run: Path) -> Measurement:
-        if plan not in requests:
-            requests[plan] = request_for_one(Path(script), arguments, plan, seed)
-            if plan.processes > 1:
-                start_server(Path(script), plan)
-        request = dataclasses.replace(requests[plan], run=run, steps=options.steps + WARMUP)
-        return start("grappe.verbs.measure.measure:script_worker", request, plan, run=run)
-
-    with scratch("measure") as folder:
-        return _some(_measured(train, folder, [(as_plan(plan), 0) for plan in plans], options.repeats, note, begun))
-
-
-def _some(points: list[Measurement]) -> Measurements:
+def not_all_failed(points: list[Measurement]) -> Measurements:
+    """Returns the points; if none was measured, raises the first one's failure."""
     if all(point.failure for point in points):
         raise UsageError(f"nothing could be measured: {points[0].failure}")
     return Measurements(points)
 
 
-def _measured(
+def measured_in_turns(
     train: Callable[[Plan, int, int, Path], Measurement],
     folder: Path,
     grid: Sequence[tuple[Plan, int]],
@@ -197,24 +151,6 @@ def measured_point(run: Run, request: Request, process: ProcessRank, *, count: b
         return dataclasses.replace(point, unmeasured={**point.unmeasured, "flops": reason})
 
 
-def script_worker(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> Measurement | None:
-    """Runs one process of a launched script for some steps; process 0 returns a point of one trial. Collective."""
-    from grappe.verbs.launch.recorded import run_recorded
-
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        run_recorded(request, process, rendezvous_folder)
-    if process.rank:
-        return None
-    assert request.run is not None
-    steps = Run(request.run).read_description()["step"] if Run.is_run(request.run) else 0
-    if steps <= WARMUP:
-        raise UsageError(
-            f"{request.script} takes {steps} steps of an optimizer, of which the first {WARMUP} warm up "
-            "and are not counted: give it more, by its own arguments"
-        )
-    return point_of_run(Run(request.run))
-
-
 def rows_of_a_step(run: Run) -> int:
     """Returns the median number of samples of a launched script's steps, from its curves; 0: they are not known."""
     samples = [int(number(record.get("samples"))) for record in run.records("step")]
@@ -259,46 +195,6 @@ def point_of_run(run: Run) -> Measurement:
         trials=[trial],
         unmeasured={name: reason for usage in usages for name, reason in usage["why"].items()} | reasons,
     )
-
-
-def send(
-    task: str,
-    plans: Sequence[str],
-    *,
-    options: MeasureOptions,
-    job: JobOptions,
-    fields: Sequence[str] = (),
-    data: Path | None = None,
-    show: bool = False,
-) -> Iterator[Submitted]:
-    """Submits a job of a site for each point and repetition; with `show`, only renders the scripts.
-
-    Raises:
-        GrappeError: the request is wrong, or sbatch rejects a job.
-    """
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    points = itertools.product(range(options.repeats), options.batch_size or (0,), plans)
-    steps = options.steps + WARMUP
-    submissions = []
-    for place, (_, batch, text) in enumerate(points, 1):
-        words = tuple(fields)
-        if batch or options.weak:
-            total = batch or finder.make(finder.find(task), split(fields)).batch_size
-            total *= Plan.parse(text).data_parallel if options.weak else 1
-            words = (*(field for field in fields if not field.startswith("batch_size=")), f"batch_size={total}")
-        submissions.append(
-            Submission(
-                task=task,
-                arguments=(task, *words, "--steps-only", "--steps", str(steps)),
-                plans=(text,),
-                fields=words,
-                run=job.runs / f"measure-{stamp}-{place}",
-                data=None if data is None else str(data),
-                options=Options(steps_only=True, steps=steps),
-                job=dataclasses.replace(job, restarts=0),
-            )
-        )
-    yield from submit_all(submissions, show=show)
 
 
 def gather(places: Sequence[Path]) -> list[Measurement]:

@@ -22,8 +22,8 @@ from grappe.errors import RunError, UsageError
 from grappe.errors.foreign_text import entries, html_text, number, objects, printable
 from grappe.language import catalogue_of, chosen_language, translated
 from grappe.launch import files
+from grappe.training.job_records import failure_notes
 from grappe.training.run import CODE, SCORES, USAGE, Run
-from grappe.verbs.submit.jobs import failure_notes
 from grappe.words import plan_name
 
 NAME = "report.html"

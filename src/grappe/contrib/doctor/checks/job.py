@@ -10,11 +10,11 @@ from pathlib import Path
 
 from grappe import sites
 from grappe.contrib.doctor.checks import Finding, Level, Machine, error, note, once, warning
+from grappe.contrib.slurm import slurm
+from grappe.contrib.slurm.environment import MADE_ON_NODES
 from grappe.errors import GrappeError
 from grappe.launch import command
-from grappe.sites import slurm
 from grappe.sites.advice import misplaced
-from grappe.sites.environment import MADE_ON_NODES
 from grappe.sites.schema import Contents
 from grappe.words import first_line
 

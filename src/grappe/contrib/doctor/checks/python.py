@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 from grappe.contrib.doctor.checks import Finding, Machine, error, note, once_a_node, warning
+from grappe.contrib.slurm.packages import modules_of_file
 from grappe.errors.causes import WATCHED, broken_package, hidden_modules
-from grappe.verbs.submit.packages import modules_of_file
 from grappe.words import NVIDIA, and_more, driver_version
 
 AMD = Path("/dev/kfd")

@@ -1,0 +1,1 @@
+"""grappe launch, verify --script and --against: people's own training scripts, as they are."""

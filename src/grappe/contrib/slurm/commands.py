@@ -1,0 +1,273 @@
+"""Defines the commands for clusters: submit, queue, logs, wait, cancel.
+
+The command that follows `grappe submit … --` is read by the definitions of grappe's own commands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+
+from grappe.cli.application import OPTIONS, DryRun, Json, RunFolder, RunsFolder, app
+from grappe.cli.corrections import corrected, unknown_option
+from grappe.cli.exit import script_apart, show, show_either, show_json
+from grappe.contrib.slurm import slurm
+from grappe.contrib.slurm.resources import Submission, allocation, line_in_allocation
+from grappe.contrib.slurm.script import FUNCTIONS
+from grappe.errors import EXIT_OK, UsageError
+from grappe.launch.command import become
+from grappe.launch.files import RUNS
+from grappe.launch.terminal import complain, write
+from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions
+from grappe.training.options import Options
+
+if TYPE_CHECKING:
+    from grappe.contrib.slurm.script import Script
+    from grappe.verbs.measure.points import MeasureOptions
+
+DEFAULTS = JobOptions()
+NOT_IN_JOBS = ("fetch", "submit", "queue", "logs", "wait", "cancel", "sites", "gpus")
+LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "horovodrun", "deepspeed", "accelerate", "lightning")
+USAGE = "grappe submit --time 3h -- train TASK …, another command of grappe, or -- my_script.py ARGUMENTS"
+
+
+@app.command
+def submit(
+    *words: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    job: Annotated[JobOptions, OPTIONS] = DEFAULTS,
+    test_only: bool = False,
+    interactive: bool = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> None:
+    """Submit a command as a Slurm job: grappe submit --time 3h -- train TASK …
+
+    Nodes, processes, cores and memory follow from the plan and the cluster. The job
+    saves before its time is over or when it is preempted, and goes back into the
+    queue until the run is finished.
+
+        grappe submit --dry-run -- train digits       its script, and no job
+        grappe submit --gpus 4 --time 3h -- train my_task.py epochs=90
+        grappe submit --time auto --gpus auto -- train my_task.py  as foreseen
+        grappe submit --site narval --account def-me --time 3h \\
+            -- train digits --plan shard=8            two nodes of four GPUs
+        grappe submit --time 1h -- verify digits --plan replicate=2
+        grappe submit --processes 2 -- my_script.py --lr 0.1
+
+    Args:
+        words: After --: the command, as it runs here.
+        test_only: Test the script with sbatch; submit nothing.
+        interactive: Allocate the nodes and open a shell there (salloc), for --gpus or a command's plan.
+        dry_run: Print the script; submit nothing.
+    """
+    from grappe.contrib.slurm import submit as verb
+    from grappe.contrib.slurm.forecast import foreseen_warnings, with_gpus, with_sizes
+
+    if interactive:
+        _allocate(words, job, show_only=dry_run or test_only)
+        return
+    submission = read_submission(words, job, app)
+    submission, of_gpus = with_gpus(submission)
+    submission, of_sizes = with_sizes(submission)
+    for text in filter(None, (of_gpus, of_sizes)):
+        complain(text)
+    if test_only:
+        answers = list(verb.judged(submission))
+        show_json("submit", answers=answers) if json else show("\n".join(answers))
+        return
+
+    def examine(asked: Submission, script: Script) -> None:
+        for text in foreseen_warnings(asked, script) if script.foreseen is None else script.foreseen:
+            complain(f"grappe: warning: {text}")
+
+    warned, jobs = set[str](), list[verb.Submitted]()
+    for submitted in verb.submit_all([submission], show=dry_run, examine=examine):
+        for text in submitted.warnings:
+            if text not in warned:
+                complain(f"grappe: warning: {text}")
+        warned |= set(submitted.warnings)
+        jobs.append(submitted)
+        if not json and not submitted.job:
+            write(submitted.text, end="")
+        elif not json:
+            cost = f"job {submitted.job}: {submitted.cost}; run {submitted.run}"
+            for text in filter(None, (submitted.torch, cost, submitted.time_note)):
+                show(text)
+            if submitted.note:
+                complain(f"grappe: the packages of its environment were not checked: {submitted.note}")
+    if json:
+        show_json("submit", jobs=jobs, dry_run=dry_run)
+    elif dry_run:
+        complain(f"grappe: job.sh, which a script sources, is a copy of {FUNCTIONS}")
+
+
+def _allocate(words: Sequence[str], job: JobOptions, *, show_only: bool) -> None:
+    """Becomes salloc; without a terminal, or with --dry-run, prints the line."""
+    submission = read_submission(words, job, app) if words else Submission(command=SCRIPT, arguments=(), job=job)
+    line = allocation(submission)
+    show(shlex.join(line))
+    if show_only:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "a shell needs a terminal, and there is none here: run the line above in one, or add --dry-run"
+        )
+    if words:
+        complain(f"grappe: in that shell, start it so: {shlex.join(line_in_allocation(submission))}")
+    become(line)
+
+
+def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submission:
+    """Reads the submission of a command of grappe, or of a Python script.
+
+    Args:
+        app: the application with all its commands.
+
+    Raises:
+        UsageError: the words are neither, or an option is unknown or wrong.
+    """
+    words = list(words)
+    first = words[0] if words else ""
+    words = words[first in ("grappe", "python", "python3") :]
+    if first in ("python", "python3") and not (words and words[0].endswith(".py")):
+        raise UsageError(f"python is followed by a script, my_script.py: {USAGE}")
+    if not words:
+        raise UsageError(f"what should the job run? {USAGE}")
+    if words[0].startswith("-"):
+        typed = sys.argv[1:] if words[0] in sys.argv else ["submit", words[0], "--", *words[1:]]
+        raise UsageError(unknown_option(words[0], typed, app["submit"].assemble_argument_collection()))
+    if words[0].endswith(".py"):
+        if not Path(words[0]).is_file():
+            raise UsageError(f"there is no script {words[0]}: is the path right, seen from {Path.cwd()}?")
+        return Submission(command=SCRIPT, script=Path(words[0]), arguments=tuple(words), job=job)
+    if words[0] in LAUNCHERS:
+        raise UsageError(
+            f"the job starts the processes itself, so leave {words[0]} out: "
+            "grappe submit --processes 4 -- my_script.py ARGUMENTS"
+        )
+    if words[0] in NOT_IN_JOBS:
+        raise UsageError(f"grappe {words[0]} is for the login node, and runs in no job: {USAGE}")
+    if words[0] not in app:
+        raise UsageError(f"grappe has no command {words[0]!r}: {USAGE}")
+    words = script_apart(words)
+    own = words.index("--") if words[0] == LAUNCH else len(words)
+    words[:own] = [re.sub("^-p=?(?=.)", "--plan=", word) if word != "-p" else "--plan" for word in words[:own]]
+    try:
+        _, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise corrected(error, words, app) from error
+    values: dict[str, Any] = bound.arguments
+    plans = values.get("plan") or ""
+    data, options = values.get("data"), values.get("options")
+    if words[0] == TUNE and getattr(values.get("job"), "site", None) is not None:
+        raise UsageError(
+            "grappe tune --site submits a job for each trial, and itself runs on the login node: leave submit out"
+        )
+    if words[0] == TUNE and (values.get("task") is None or values.get("dry_run")):
+        raise UsageError("grappe tune --dry-run shows a study and needs no job: leave submit out")
+    return Submission(
+        command=words[0],
+        task=values.get("task"),
+        arguments=tuple(words[1:]),
+        plans=(plans,) if isinstance(plans, str) else tuple(plans),
+        fields=tuple(values.get("fields", ())),
+        run=values.get("run"),
+        epochs_done=values.get("epochs_done") or 0,
+        data=str(data) if data is not None else None,
+        parallel=getattr(values.get("search"), "parallel", 1),
+        study=values.get("study"),
+        loggers=tuple(getattr(options, "log", ())),
+        options=options if words[0] == TRAIN and options is not None else Options(),
+        job=dataclasses.replace(job, runs=values["runs"]) if words[0] in (TRAIN, LAUNCH) and "runs" in values else job,
+    )
+
+
+@app.command
+def queue(*, runs: RunsFolder = RUNS, json: Json = False) -> None:
+    """List your jobs in Slurm's queue, by run: state, reason, expected start."""
+    from grappe.contrib.slurm import jobs as verb
+
+    if not json:
+        show(verb.queue(runs))
+        return
+    folders, entries = verb.runs_of(runs), slurm.queue()
+    jobs = [dataclasses.asdict(entry) | {"run": folders.get(entry.job.partition("_")[0])} for entry in entries]
+    show_json("queue", jobs=jobs)
+
+
+@app.command
+def logs(
+    run: RunFolder,
+    /,
+    *,
+    rank: Annotated[int | None, Parameter(help="Rank of the process to read. Default: the job's own log.")] = None,
+    follow: Annotated[bool, Parameter(name=["--follow", "-f"], help="Follow until the job ends.")] = False,
+) -> None:
+    """Print what a run's job, or one of its processes, wrote."""
+    from grappe.contrib.slurm.jobs import lines
+
+    for text in lines(run, rank, follow=follow):
+        write(text, end="")
+
+
+@app.command
+def wait(run: RunFolder, /, *, json: Json = False) -> int:
+    """Wait for the end of a run's job, restarts included, and return the job's exit code."""
+    from grappe.contrib.slurm.jobs import wait as verb
+
+    code = verb(run)
+    if json:
+        show_json("wait", run=run, code=code)
+    return code
+
+
+@app.command
+def cancel(
+    *runs: RunFolder,
+    dry_run: Annotated[DryRun, Parameter(help="List the jobs that would be cancelled; cancel nothing.")] = False,
+    json: Json = False,
+) -> None:
+    """Cancel the jobs of runs. Checkpoints are kept."""
+    from grappe.contrib.slurm.jobs import cancel as verb
+
+    if not runs:
+        raise UsageError("name a run: grappe cancel RUN … (see: grappe queue)")
+    jobs = verb(runs, dry_run=dry_run)
+    ended = f"{'would cancel' if dry_run else 'cancelled'} {', '.join(jobs)}"
+    show_either(json, "cancel", ended, jobs=jobs, dry_run=dry_run)
+
+
+def measure_by_jobs(
+    task: str,
+    plans: Sequence[str],
+    options: MeasureOptions,
+    *,
+    site: str,
+    account: str | None,
+    time: str | None,
+    fields: Sequence[str],
+    data: Path | None,
+    out: Path | None,
+    dry_run: bool,
+) -> int:
+    """Submits the jobs of `grappe measure --site`, and shows the command that gathers their results."""
+    from grappe.contrib.slurm.submit import submit_points
+
+    job, runs = JobOptions(site=site, account=account, time=time), list[str]()
+    for submitted in submit_points(task, plans, options=options, job=job, fields=fields, data=data, show=dry_run):
+        if dry_run:
+            write(submitted.text, end="")
+        else:
+            show(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
+        runs.append(str(submitted.run))
+    if not dry_run:
+        words = [*runs, *["--weak"] * options.weak, *(["--out", str(out)] if out else [])]
+        show(f"once they have ended: grappe measure {task} --gather {shlex.join(words)}")
+    return EXIT_OK

@@ -1,1 +1,0 @@
-"""Runs people's own training scripts on the processes of a plan."""
