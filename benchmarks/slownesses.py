@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from grappe import Arrays, Task
-from grappe.verbs.measure.breakdown import SMALL_BATCH
+from grappe.contrib.lab.breakdown import SMALL_BATCH
 
 ROWS, CLASSES = 4096, 4
 

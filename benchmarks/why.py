@@ -14,10 +14,10 @@ from pathlib import Path
 
 from benchmarks.figures import machine, table
 from benchmarks.slownesses import Case, cases
+from grappe.contrib.lab.breakdown import PARTS, SMALL_BATCH
+from grappe.contrib.lab.explain import Explanation, explain
 from grappe.plan import Plan
 from grappe.verbs.measure import measure as verb
-from grappe.verbs.measure.breakdown import PARTS, SMALL_BATCH
-from grappe.verbs.measure.explain import Explanation, explain
 from grappe.verbs.measure.points import Measurement, MeasureOptions
 
 WORDS = "device=cpu,threads=1"

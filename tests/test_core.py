@@ -37,7 +37,7 @@ def test_the_core_needs_no_extension(tmp_path: Path) -> None:
     for words in commands:
         done = run(tmp_path, *words)
         assert not done.returncode, (words, done.stdout[-1000:], done.stderr[-2000:])
-    for command in ("export", "submit", "tune", "launch"):
+    for command in ("export", "submit", "tune", "launch", "lr-find", "doctor"):
         assert f"│ {command} " not in done.stdout
     refused = run(tmp_path, "measure", "digits", "--site", "narval")
     assert refused.returncode == 2

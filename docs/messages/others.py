@@ -17,6 +17,7 @@ from rich.console import Console
 from grappe import fields, finder, sites
 from grappe.cli import help as translated_help
 from grappe.cli.commands import app
+from grappe.contrib.lab.breakdown import PARTS
 from grappe.errors.remedies import REMEDIES
 from grappe.language import STATES
 from grappe.language.catalogue import NAME
@@ -24,7 +25,6 @@ from grappe.plan import Plan
 from grappe.profiling.phases import PHASES
 from grappe.sites.schema import Site
 from grappe.verbs.foresee import tables
-from grappe.verbs.measure.breakdown import PARTS
 from grappe.verbs.report import report
 from grappe.verbs.report.report import MARK, WORD
 
@@ -87,7 +87,7 @@ def others() -> dict[str, set[str]]:
     found |= {text: {"grappe/errors/user_code.py"} for text in LINES}
     found |= {text: {"grappe/verbs/data/walk.py"} for text in METER}
     found |= {text: {"results"} for text in RESULTS}
-    found |= {text: {"grappe/verbs/measure/breakdown.py"} for text in PARTS}
+    found |= {text: {"grappe/contrib/lab/breakdown.py"} for text in PARTS}
     for file in sorted(REPORT.glob("p*.*")):
         found |= {
             MARK + match["word"]: {f"grappe/verbs/report/{file.name}"} for match in WORD.finditer(file.read_text())

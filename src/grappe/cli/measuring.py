@@ -1,13 +1,13 @@
-"""Defines the commands that predict, measure and show: foresee, measure, verify, lr-find, report, follow, curves."""
+"""Defines the commands that predict, measure and show: foresee, measure, verify, report, follow, curves."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -21,27 +21,24 @@ from grappe.cli.application import (
     Json,
     OutFile,
     Plans,
-    PlanText,
     RunFolder,
     TaskName,
     app,
     preflight,
 )  # fmt: skip
-from grappe.cli.exit import show, show_facts, show_json
+from grappe.cli.exit import show, show_json
 from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.fields import Counts, split, whole_numbers
 from grappe.language import translated_name
 from grappe.launch.files import RUNS
-from grappe.launch.rank import rank_from_environment
-from grappe.launch.terminal import complain, progress, say, waiting
+from grappe.launch.terminal import complain, progress, waiting
 from grappe.verbs.measure.points import MeasureOptions
 from grappe.words import count_of, filled_table, plain_table
 
 if TYPE_CHECKING:
-    from grappe.verbs.lr_find import LearningRates
-    from grappe.verbs.measure.explain import Explanation
+    from rich.table import Table
+
     from grappe.verbs.measure.points import Measurement
-    from grappe.verbs.verify.record import Recorded
     from grappe.verbs.verify.verify import PlanVerdict
 
 
@@ -185,7 +182,6 @@ def measure(
     if not gather:
         preflight(plans, name)
     from grappe.verbs.measure import measure as verb
-    from grappe.verbs.measure.explain import explain
     from grappe.verbs.measure.measure import largest_batches as verb_largest
 
     if gather:
@@ -194,9 +190,16 @@ def measure(
         points = verb.measure(
             name, plans, options=options, advise=options.why, data=data, fields=texts, note=complain, begun=progress
         )
-    explanations = explain(name, points, options=options, data=data, fields=texts, note=complain) if options.why else []
+    why: list[dict[str, Any]] = []
+    explained: list[Table | str] = []
+    if options.why:
+        lab = extensions.module("lab", "explain")
+        explanations = lab.explain(name, points, options=options, data=data, fields=texts, note=complain)
+        why, explained = [explanation.as_json() for explanation in explanations], list(lab.explained(explanations))
     largest = [str(batch) for batch in verb_largest(name, plans, data, texts)] if largest_batch else []
-    return _show_points(points, name, weak=options.weak, explanations=explanations, largest=largest, out=out, json=json)
+    return _show_points(
+        points, name, weak=options.weak, why=why, explained=explained, largest=largest, out=out, json=json
+    )
 
 
 def _show_points(
@@ -204,7 +207,8 @@ def _show_points(
     task: str,
     *,
     weak: bool = False,
-    explanations: Sequence[Explanation] = (),
+    why: Sequence[Mapping[str, Any]] = (),
+    explained: Sequence[Table | str] = (),
     largest: Sequence[str] = (),
     out: Path | None,
     json: bool,
@@ -213,13 +217,13 @@ def _show_points(
     from grappe.verbs.measure import verdict
 
     code = EXIT_FAILURE if any(point.failure for point in points) else EXIT_OK
-    content = verdict.content(points, task, weak=weak, explanations=explanations)
+    content = verdict.content(points, task, weak=weak, why=why)
     output.write_json(out, **content)
     if json:
         show_json(**content, largest_batch=list(largest))
         return code
     figures = ["", verdict.table(points), "", *verdict.notes(points)]
-    for shown in (*verdict.sentences(points), *verdict.explained(explanations), *figures, *largest):
+    for shown in (*verdict.sentences(points), *explained, *figures, *largest):
         show(shown)
     return code
 
@@ -344,16 +348,8 @@ def verify(
     output.check(record, streams=False)
     texts = preflight([""] if against else plan or [""], task, fields)
     if record or with_:
-        from grappe.verbs.verify import record as recording
-
-        there = None if with_ is None else recording.read(with_)
-        progress("a few steps of one plain process")
-        steps = recording.STEPS if steps is None else steps
-        here = recording.record(task, (plan or [""])[0], fields=texts, data=data, steps=steps, other=there)
-        end_progress()
-        if there is None:
-            return _show_recorded(task, here, record, json=json)
-        return _show_compared(task, here, out, json=json)
+        by_record = extensions.module("lab", "commands").verify_by_record
+        return by_record(task, (plan or [""])[0], record, with_, steps, out, fields=texts, data=data, json=json)
     steps = 8 if steps is None else steps
     if against:
         verify_against = extensions.module("script", "commands").verify_against
@@ -393,51 +389,6 @@ def end_progress() -> None:
     sys.stderr.flush()
 
 
-def _show_recorded(task: str, here: Recorded, record: Path | None, *, json: bool) -> int:
-    """Writes a record, and shows what is in it."""
-    from grappe.verbs.verify import record as recording
-
-    assert record is not None
-    kept, results = recording.write(here, record)
-    facts = {"steps": kept, "results": results, "calls": len(here.calls), **here.header.machine}
-    if json:
-        show_json("verify --record", task=task, file=record, **facts)
-        return EXIT_OK
-    command = recording.comparison(here.header, record.name)
-    say(f"recorded in {record}: on another machine, {command} compares")
-    show_facts([(name, str(value)) for name, value in facts.items() if value])
-    if left := len(here.results) - results:
-        say(f"note: {left:,} results were left out: a record has at most 5 MB")
-    return EXIT_OK
-
-
-def _show_compared(task: str, here: Recorded, out: Path | None, *, json: bool) -> int:
-    """Shows whether two machines compute the same; returns the exit code."""
-    verdict = here.verdict
-    assert verdict is not None
-    script = Path("show.py" if out is None else out.with_suffix(".py"))
-    if verdict.script:
-        output.write(script, verdict.script)
-    form = {"task": task, **dataclasses.asdict(verdict)}
-    if json:
-        show_json("verify --with", **form)
-    else:
-        but = verdict.verdict == "same but for"
-        say(" ".join(filter(None, [verdict.verdict + ":" * (not but and bool(verdict.because)), verdict.because])))
-        show_facts([
-            ("results compared", f"{verdict.results:,}, and {verdict.calls:,} calls of operators on drawn inputs"),
-            *([("operator", verdict.operator)] if verdict.operator else []),
-            *([("script", f"{script}: shows the call, for who makes the library")] if verdict.script else []),
-            ("largest difference", f"{verdict.largest:.1e} of a norm; rounding makes {verdict.noise[0]:.1e} there, "
-             f"{verdict.noise[1]:.1e} here"),
-            *(("another machine", change) for change in verdict.machines),
-        ])  # fmt: skip
-        if here.header.draws:
-            say("note: random numbers of the model are replaced by their means: dropout itself is not compared")
-    output.write_json(out, "verify --with", **form)
-    return EXIT_FAILURE if verdict.verdict == "different" else EXIT_OK
-
-
 def verdict_cells(finding: PlanVerdict, tick: str = "") -> list[str]:
     """Makes a row under COLUMNS, the verdict with a `tick`; differences are relative."""
     gap, verdict = finding.difference, f"{finding.verdict}{tick}"
@@ -450,64 +401,3 @@ def verdict_cells(finding: PlanVerdict, tick: str = "") -> list[str]:
         finding.plan or "one process", verdict, first, f"{gap.loss:.1e}", norm, weights,
         f"{gap.tolerance:.1e}",
     ]  # fmt: skip
-
-
-@app.command
-def lr_find(
-    task: TaskName,
-    /,
-    *fields: FieldText,
-    plan: PlanText = "",
-    ramp: Literal["exponential", "linear"] = "exponential",
-    lowest: float | None = None,
-    highest: float | None = None,
-    steps: int = 100,
-    seeds: int = 3,
-    out: OutFile = None,
-    data: DataFolder = None,
-    json: Json = False,
-) -> int:
-    """Find a range of good learning rates, from short trainings that are not kept. Exit code 1 if there is none.
-
-    Args:
-        ramp: How the learning rate rises: by a factor at each step, or by an amount.
-        lowest: The first learning rate. Default: a thousandth of the task's own.
-        highest: The last. Default: a thousand times the task's own.
-        steps: Optimizer steps of each training.
-        seeds: Trainings, each with the next seed.
-        out: Write the curves to this JSON file, for grappe report.
-    """
-    from grappe.verbs import lr_find as verb
-
-    texts = split(fields)
-    ramp_options = verb.Ramp(kind=ramp, lowest=lowest, highest=highest, steps=steps, seeds=seeds)
-    output.check(out, ".json")
-    preflight([plan], task, once=True)
-    result = verb.lr_find(task, plan, ramp=ramp_options, fields=texts, data=data)
-    process = rank_from_environment()
-    if process is None or process.rank == 0:
-        output.write_json(out, **result.as_json())
-        if json:
-            show_json(**result.as_json())
-        else:
-            _show_band(result)
-    return EXIT_OK if result.advice.band is not None else EXIT_FAILURE
-
-
-def _show_band(result: LearningRates) -> None:
-    from grappe.verbs.lr_find import plain, plot
-
-    for line in plot(result):
-        say(line)
-    band = result.advice.band
-    if band is None:
-        facts = [("no suggestion", result.advice.reason)]
-    else:
-        ended = ", where the ramp ended: give a larger --highest to see more" if band.reaches_the_end else ""
-        name = "lr=" if result.is_field else "the optimizer's learning rate: "
-        facts = [
-            ("steepest", plain(band.steepest)),
-            ("largest stable", f"{plain(band.largest_stable)}{ended}"),
-            ("suggested", f"{name}{plain(band.suggested)}  (the task's own: {plain(result.own)})"),
-        ]
-    show_facts(facts)

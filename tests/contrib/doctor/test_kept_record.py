@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 
 from grappe.contrib.doctor.checks import Finding, Machine, kept_record
+from grappe.contrib.lab import record
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
-from grappe.verbs.verify import record
 from tests.commands import GRAPPE, ran
 
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grappe.data.loading import workers_needed
-from grappe.language import translated_line
 from grappe.plan import Plan
-from grappe.verbs.measure.breakdown import MOST_WORKERS, SMALL_BATCH, USEFUL, Remedy, TimeBreakdown
 from grappe.verbs.measure.points import COMPUTING, Measurement, as_json, baseline, efficiency, efficiency_loss
-from grappe.words import and_more, filled_table, first_line, plain_table, plan_name, sent_in_step
+from grappe.words import and_more, filled_table, first_line, plan_name, sent_in_step
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from grappe.verbs.measure.explain import Explanation
 
 
 # Shares of a step, from which on something is worth saying.
@@ -26,6 +21,7 @@ IMBALANCE = 0.10
 COMMUNICATING = 0.25
 DEARER = 1.25  # a sample's computing time, relative to larger slices
 FASTER = 1.05  # less than 5 % may be noise
+MOST_WORKERS = 16
 
 
 def sentences(points: Sequence[Measurement]) -> list[str]:
@@ -207,7 +203,6 @@ COLUMNS = (
     "memory, MB", "of reachable FLOP/s", "J a sample",
 )  # fmt: skip
 LEAST = 0.005  # of the time; what takes less is in one row together, or not shown
-SENTENCES = 3
 
 
 def table(points: Sequence[Measurement]) -> Table:
@@ -249,50 +244,8 @@ def notes(points: Sequence[Measurement]) -> Iterator[str]:
         yield f"{label.get(what, what)}: not measurable here: {reason}"
 
 
-def explained(explanations: Sequence[Explanation]) -> Iterator[Table | str]:
-    """Yields, for each plan, the table of its time's parts, and the largest gains in words."""
-    for explanation in explanations:
-        title = f"{plan_name(explanation.plan)} (batch {explanation.batch})"
-        breakdown = explanation.breakdown
-        if breakdown is None:
-            yield f"{title}: its steps could not be traced: {explanation.failure}"
-            continue
-        yield ""
-        yield breakdown_table(breakdown, explanation.remedies, title)
-        helpful = [remedy for remedy in explanation.remedies if remedy.saves]
-        if not helpful:
-            yield f"{title}: nothing was found that would bring much"
-        for number, remedy in enumerate(helpful[:SENTENCES]):
-            share = "" if remedy.part == SMALL_BATCH else f" {breakdown.share(remedy.part):.0%}"
-            part, word, gain = (_shown(text) for text in (remedy.part, remedy.word, remedy.speed_up))
-            yield f"{'then' if number else 'first'}: {part}{share}: {word} ({gain})"
-
-
-def _shown(text: str) -> str:
-    return translated_line(text, sys.stdout)
-
-
-def breakdown_table(breakdown: TimeBreakdown, remedies: Sequence[Remedy], title: str) -> Table:
-    """Makes the table of a step's parts: shares that add up to 100 %."""
-    heading = f"{title}, {breakdown.seconds * 1e3:.4g} ms a step"
-    rows = plain_table(heading, "share", "what moves it", "gain")
-    by_part = {remedy.part: remedy for remedy in remedies}
-    rest = 0.0
-    for part in breakdown.parts:
-        share = breakdown.share(part)
-        if share < LEAST and part != USEFUL:
-            rest += share
-            continue
-        name = f"{USEFUL}, at the rate of {breakdown.precision}" if part == USEFUL else part
-        remedy = by_part.get(part, Remedy(part=part, word=""))
-        rows.add_row(_shown(name), f"{share:.1%}", remedy.word, remedy.speed_up)
-    if rest:
-        rows.add_row("less than that, together", f"{rest:.1%}", "", "")
-    return rows
-
-
 def content(
-    points: Sequence[Measurement], task: str, *, weak: bool = False, explanations: Sequence[Explanation] = ()
+    points: Sequence[Measurement], task: str, *, weak: bool = False, why: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     """Returns all figures as JSON's values, for --json, and for `grappe report`."""
     return {
@@ -300,6 +253,6 @@ def content(
         "task": task,
         "weak": weak,
         "points": [as_json(point, points) for point in points],
-        "why": [explanation.as_json() for explanation in explanations],
+        "why": list(why),
         "verdict": sentences(points),
     }

@@ -10,10 +10,10 @@ import torch
 
 from grappe import sites
 from grappe.contrib.doctor.checks import Finding, Machine, once, warning
+from grappe.contrib.lab import record
 from grappe.errors import UsageError
 from grappe.launch.files import state_folder
 from grappe.plan import Plan
-from grappe.verbs.verify import record
 
 TASK = "digits"
 """The shipped task that is recorded if none is given: its data comes with scikit-learn."""

@@ -5,20 +5,33 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from rich.table import Table
 
+from grappe.contrib.lab.breakdown import (
+    SMALL_BATCH,
+    USEFUL,
+    ProcessTrace,
+    Remedy,
+    RunTrace,
+    TimeBreakdown,
+    break_down,
+    remedies,
+)
+from grappe.contrib.lab.operators import OperatorTrace, measure_dispatch
 from grappe.errors import GrappeError
+from grappe.language import translated_line
 from grappe.launch import files
 from grappe.launch.files import IN_RUN, scratch
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import choose_device
 from grappe.plan import Plan
-from grappe.profiling.operators import OperatorTrace, measure_dispatch
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, EVALUATION, FORWARD, PHASES, WARMUP
 from grappe.sites.advice import unfit_precision
 from grappe.task import Task
@@ -29,11 +42,12 @@ from grappe.training.short_run import short_training
 from grappe.training.task_reference import TaskReference
 from grappe.training.watchers.base import ClockWatcher, Outcome, Record
 from grappe.verbs.measure import flops
-from grappe.verbs.measure.breakdown import ProcessTrace, Remedy, RunTrace, TimeBreakdown, break_down, remedies
 from grappe.verbs.measure.points import Measurement, MeasureOptions
-from grappe.words import first_line, plan_name
+from grappe.verbs.measure.verdict import LEAST
+from grappe.words import first_line, plain_table, plan_name
 
 TRACED_STEPS = 5
+SENTENCES = 3
 UNTRACED_STEPS = 6  # of the same process, before the trace
 PERIOD = WARMUP + UNTRACED_STEPS + 1
 """Steps to the first evaluation and save, which warm up; as many follow, with the trace, to the second."""
@@ -199,3 +213,45 @@ def _median_step(marks: Sequence[tuple[int, Sequence[float]]], phase: int) -> fl
         if last > first
     ]
     return statistics.median(steps) if steps else 0.0
+
+
+def explained(explanations: Sequence[Explanation]) -> Iterator[Table | str]:
+    """Yields, for each plan, the table of its time's parts, and the largest gains in words."""
+    for explanation in explanations:
+        title = f"{plan_name(explanation.plan)} (batch {explanation.batch})"
+        breakdown = explanation.breakdown
+        if breakdown is None:
+            yield f"{title}: its steps could not be traced: {explanation.failure}"
+            continue
+        yield ""
+        yield breakdown_table(breakdown, explanation.remedies, title)
+        helpful = [remedy for remedy in explanation.remedies if remedy.saves]
+        if not helpful:
+            yield f"{title}: nothing was found that would bring much"
+        for number, remedy in enumerate(helpful[:SENTENCES]):
+            share = "" if remedy.part == SMALL_BATCH else f" {breakdown.share(remedy.part):.0%}"
+            part, word, gain = (_shown(text) for text in (remedy.part, remedy.word, remedy.speed_up))
+            yield f"{'then' if number else 'first'}: {part}{share}: {word} ({gain})"
+
+
+def _shown(text: str) -> str:
+    return translated_line(text, sys.stdout)
+
+
+def breakdown_table(breakdown: TimeBreakdown, remedies: Sequence[Remedy], title: str) -> Table:
+    """Makes the table of a step's parts: shares that add up to 100 %."""
+    heading = f"{title}, {breakdown.seconds * 1e3:.4g} ms a step"
+    rows = plain_table(heading, "share", "what moves it", "gain")
+    by_part = {remedy.part: remedy for remedy in remedies}
+    rest = 0.0
+    for part in breakdown.parts:
+        share = breakdown.share(part)
+        if share < LEAST and part != USEFUL:
+            rest += share
+            continue
+        name = f"{USEFUL}, at the rate of {breakdown.precision}" if part == USEFUL else part
+        remedy = by_part.get(part, Remedy(part=part, word=""))
+        rows.add_row(_shown(name), f"{share:.1%}", remedy.word, remedy.speed_up)
+    if rest:
+        rows.add_row("less than that, together", f"{rest:.1%}", "", "")
+    return rows

@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from grappe.contrib.lab.sketch import PERTURBED, WIDTH, CallLog, Numbers, floats, gaps, moved, sketch
 from grappe.errors import UsageError
 from grappe.errors.foreign_text import printable
 from grappe.launch import files
@@ -37,7 +38,6 @@ from grappe.training.short_run import TaskProcess, short_run
 from grappe.training.task_reference import TaskReference
 from grappe.verbs.verify.random_ops import RandomOps
 from grappe.verbs.verify.runner import FACTOR
-from grappe.verbs.verify.sketch import PERTURBED, WIDTH, CallLog, Numbers, floats, gaps, moved, sketch
 from grappe.verbs.verify.trained_by_hand import ReferenceRequest
 from grappe.words import AMD_DRIVER, NVIDIA, VERSION, driver_version, processor_name
 

@@ -5,9 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from grappe.errors import UsageError
-from grappe.profiling.operators import LineCost, OperatorTotals
-from grappe.verbs.measure.breakdown import (
+from grappe.contrib.lab.breakdown import (
     PARTS,
     SMALL_BATCH,
     USEFUL,
@@ -16,9 +14,10 @@ from grappe.verbs.measure.breakdown import (
     break_down,
     remedies,
 )
-from grappe.verbs.measure.explain import Explanation
+from grappe.contrib.lab.explain import Explanation, breakdown_table, explained
+from grappe.contrib.lab.operators import LineCost, OperatorTotals
+from grappe.errors import UsageError
 from grappe.verbs.measure.points import Measurement, MeasureOptions
-from grappe.verbs.measure.verdict import breakdown_table, explained
 from tests.verbs.measure.test_verdict import point
 
 STEP = {"forward": 0.040, "backward": 0.060}

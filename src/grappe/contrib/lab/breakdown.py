@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from grappe.contrib.lab.operators import LineCost, OperatorTotals
 from grappe.data.loading import workers_needed
 from grappe.parallel.pipeline.rules import idle_part
 from grappe.plan import Plan
-from grappe.profiling.operators import LineCost, OperatorTotals
 from grappe.verbs.measure.points import Measurement, ProcessTimes, TimedRun
+from grappe.verbs.measure.verdict import MOST_WORKERS
 
 PARTS = (
     "evaluation",
@@ -42,7 +43,6 @@ LEAST_PRECISION = 0.05  # of matrix products' time, below which another precisio
 WORTH = 0.02  # share of the time, from which on a part has a remedy
 ENOUGH = 0.05  # share of the time that evaluations, or saves, may well take
 MOST_OF = 0.5  # of a sum, to be named as its cause
-MOST_WORKERS = 16
 SMALL_BATCH = "small batch"
 """Gain of a larger batch, as measured: of host, small matrices and update together, so no part of the sum."""
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.autograd import DeviceType
 
-from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.operators import (
+from grappe.contrib.lab.operators import (
     LABEL,
     TINY,
     OperatorCall,
@@ -18,6 +17,7 @@ from grappe.profiling.operators import (
     measure_dispatch,
     summed,
 )
+from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import BACKWARD, COMMUNICATION, FORWARD, UPDATE
 
 DISPATCH = 2e-6

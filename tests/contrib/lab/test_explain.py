@@ -5,9 +5,9 @@ import json
 import pytest
 from benchmarks.slownesses import Planted
 
+from grappe.contrib.lab.explain import Explanation, explain
 from grappe.verbs.measure import measure as verb
 from grappe.verbs.measure import verdict
-from grappe.verbs.measure.explain import Explanation, explain
 from grappe.verbs.measure.points import MeasureOptions
 from grappe.verbs.measure.verdict import content
 from tests.sleeping import Sleeping

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grappe import Arrays, Task
+from grappe.contrib.lab import record
+from grappe.contrib.lab.sketch import CallLog, gaps, moved, sketch
 from grappe.errors import UsageError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.training import short_run
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.verify import record
-from grappe.verbs.verify.sketch import CallLog, gaps, moved, sketch
 from grappe.verbs.verify.trained_by_hand import ReferenceRequest
 
 aten = torch.ops.aten

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from grappe.contrib.lab import lr_find as verb
 from grappe.errors import TaskError, UsageError
 from grappe.launch.rank import ProcessRank
 from grappe.plan import Plan
 from grappe.training import short_run
 from grappe.training.task_reference import TaskReference
-from grappe.verbs import lr_find as verb
 from tests.faults.resuming import run as train
 from tests.parity.optimizers import TunedTokens
 from tests.parity.tasks import Images
