@@ -169,5 +169,7 @@ def test_nothing_is_called_faster_where_ranges_overlap_or_others_take_the_cores(
     assert "fastest: replicate=2" in said(*apart) and "times as fast" in said(*apart)
     overlapping = said(timed("", 0.02, 0.012), timed("replicate=2", 0.010, 0.013))
     assert "overlap: none is called faster" in overlapping and "times as fast" not in overlapping
+    once = said(timed("", 0.02), timed("replicate=2", 0.0198))
+    assert "less than 5 % apart" in once and "times as fast" not in once
     busy = said(*(dataclasses.replace(each, load=15.0) for each in apart))
     assert "(load 15): no plan is called faster" in busy and "fastest" not in busy

@@ -70,9 +70,9 @@ def _advice(good: Sequence[Measurement]) -> Iterator[str]:
 
 
 def _is_apart(point: Measurement, other: Measurement) -> bool:
-    """Returns whether no trial of one point was as fast as one of the other, on a machine without other programs."""
+    """Returns whether each trial of one point was faster than all of the other, on a machine without other programs."""
     slow, fast = sorted((point, other), key=lambda each: each.rate)
-    return max(slow.rates) < min(fast.rates) and not point.load
+    return max(slow.rates) * FASTER < min(fast.rates) and not point.load
 
 
 def _fastest(good: Sequence[Measurement]) -> Iterator[str]:
@@ -82,7 +82,7 @@ def _fastest(good: Sequence[Measurement]) -> Iterator[str]:
         best = max(good, key=lambda point: point.rate)
         if rivals := [title(point) for point in good if point is not best and not _is_apart(best, point)]:
             several = f"{title(best)} and {and_more(rivals, 3)}"
-            yield f"the ranges of {several} overlap: none is called faster; give more --repeats"
+            yield f"{several} are less than 5 % apart, or their ranges overlap: none is called faster"
             return
         gain = best.rate / good[0].rate
         lead = f", {gain:.1f} times {title(good[0])}" if gain > FASTER else ""
