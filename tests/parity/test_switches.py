@@ -6,7 +6,7 @@ from torch import nn
 
 from grappe.data.batch import BatchRows
 from grappe.data.whole_batch_draws import whole_batch_draws
-from grappe.verbs.verify.batch_coupling import BatchCoupling, batch_coupled_modules
+from grappe.verbs.verify.instrument import batch_coupling
 from grappe.verbs.verify.random_ops import RandomOps
 from tests.parity.planted import Whitening
 
@@ -26,10 +26,17 @@ class Steps(nn.Module):
         return (output[0] if isinstance(output, tuple) else output).mean(0)
 
 
-def found(module: nn.Module) -> BatchCoupling:
+class Functional(nn.Module):
+    """A batch normalisation that is no module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, None, None, training=True)
+
+
+def found(module: nn.Module) -> tuple[dict[str, str], bool]:
     torch.manual_seed(0)
     model, samples = nn.Sequential(nn.Linear(8, 8), module), torch.randn(ROWS, 8)
-    return batch_coupled_modules(model, lambda made, inputs: made(inputs), lambda first, end: samples[first:end], ROWS)
+    return batch_coupling(model, lambda made, inputs: made(inputs), lambda first, end: samples[first:end], ROWS)
 
 
 @pytest.mark.parametrize(
@@ -42,13 +49,14 @@ def found(module: nn.Module) -> BatchCoupling:
     ],
 )
 def test_what_leaves_samples_independent_is_not_taken_for_coupled(module: nn.Module) -> None:
-    assert found(module) == BatchCoupling(modules=[], independent_rows=True)
+    assert found(module) == ({}, True)
 
 
 def test_what_couples_samples_is_found_whether_evaluation_stops_it_or_not() -> None:
-    normal, always = found(nn.BatchNorm1d(8)), found(Whitening())
-    assert normal.modules == always.modules == ["1"]
-    assert not normal.independent_rows and not always.independent_rows
+    assert found(nn.BatchNorm1d(8)) == ({"1": "BatchNorm1d"}, False)
+    (line, function), *_ = (by_line := found(Whitening())[0]).items()
+    assert line.startswith("planted.py:") and function == "mean" and len(by_line) == 1
+    assert found(Functional()) == ({"": "Sequential"}, False)
 
 
 def test_cudnns_preparation_of_dropout_is_left_alone() -> None:
@@ -82,9 +90,7 @@ def test_a_gpus_dropout_that_is_off_keeps_values_and_gradients(rows: BatchRows |
 def test_a_normalisation_that_begins_at_zero_is_found() -> None:
     layer = nn.BatchNorm1d(8)
     nn.init.zeros_(layer.weight)
-    coupling = found(layer)
-    assert coupling.modules == ["1"]
-    assert not coupling.independent_rows
+    assert found(layer) == ({"1": "BatchNorm1d"}, False)
     assert not layer.weight.any(), "the model itself is left alone"
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from grappe.checkpoint.weights import InMemory
 from grappe.data import loader
-from grappe.data.batch import Batch, Microbatch
+from grappe.data.batch import Batch
 from grappe.data.collate import row_shapes
 from grappe.data.seeded import generators_kept
 from grappe.data.whole_batch_draws import OWN_DRAWS, SAME_DRAWS
@@ -320,9 +320,13 @@ class CheckedSteps:
 
     def _advice(self, model: nn.Module, everything: Batch) -> str:
         """Names what differs in a part of this batch, as far as it is known, and the plan that has no parts."""
-        plan, causes = self._plan, []
-        lines = [] if plan.cut == "batch" else functions_over_rows(self._task, model, everything.microbatches[0])
-        if lines:
+        plan, causes, task, micro = self._plan, [], self._task, everything.microbatches[0]
+
+        def compute(batch: Any) -> None:
+            task.loss(with_own_rows(task.forward, (model, batch[0]), {}), batch[1])
+
+        if plan.cut != "batch" and (by_line := functions_over_rows(compute, (micro.inputs, micro.targets))):
+            lines = [f"{line} ({name})" for line, name in by_line.items()]
             causes.append(f"{', '.join(lines[:LINES])}: computed over several samples, of this plan's part of a batch")
         if plan.statistics and any(isinstance(each, BatchNormBase) and each.training for each in model.modules()):
             causes.append(f"batch normalisation has the statistics of {plan.statistics}")
@@ -379,11 +383,15 @@ def shapes_of(batch: Batch) -> Shapes:
 
 
 @torch.no_grad()
-def functions_over_rows(task: Task, model: nn.Module, micro: Microbatch) -> list[str]:
-    """Lists the user's lines that compute over several rows of a batch, each with its function: "model.py:31 (std)"."""
+def functions_over_rows(compute: Callable[[Any], Any], samples: Any) -> dict[str, str]:
+    """Lists the user's lines that compute over several rows of a batch, "model.py:31", each with its function, "std".
+
+    Args:
+        compute: called with the samples, of which other processes seem to have half of the rows.
+    """
     from grappe.rows import functions  # noqa: F401  # it fills the table of functions that have rules
 
-    rows = usual_rows((micro.inputs, micro.targets))
+    rows = usual_rows(samples)
     own = rows - rows // 2
 
     def placed(leaf: Any) -> Any:
@@ -391,9 +399,8 @@ def functions_over_rows(task: Task, model: nn.Module, micro: Microbatch) -> list
         return from_local(leaf[:own], Placement(0, (own, rows - own))) if is_split else leaf
 
     with activate(RowsContext(size=2, pretended=True)), FunctionsOverRows() as mode, contextlib.suppress(Exception):
-        inputs, targets = tree_map(placed, (micro.inputs, micro.targets))
-        task.loss(with_own_rows(task.forward, (model, inputs), {}), targets)
-    return [f"{line} ({name})" for line, name in mode.lines.items()]
+        compute(tree_map(placed, samples))
+    return mode.lines
 
 
 # ---- The optimizer's settings ------------------------------------------------------------------------------

@@ -1,9 +1,12 @@
-"""Instruments a user's task: records its samples, and switches off possible causes of a difference between plans."""
+"""Instruments a user's task: records samples, finds and switches off what may make plans differ."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +16,22 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from grappe.data.arrays import Arrays, in_memory
-from grappe.data.batch import counts_of
+from grappe.data.batch import counts_of, inside
 from grappe.data.collate import augment as augmented
 from grappe.data.collate import collated
 from grappe.data.datasets import dataset_of
 from grappe.data.sampling import Sampling
 from grappe.data.seeded import missing
 from grappe.data.stream import repeatable_head
-from grappe.parallel.batchnorm import Kept, kept_buffers, replace_buffers
-from grappe.private_api.torch import tree_flatten, tree_leaves, tree_map
+from grappe.engines.shared.carried import attributes_kept
+from grappe.parallel.batchnorm import Kept, buffers_kept, kept_buffers, replace_buffers
+from grappe.private_api.torch import BatchNormBase, tree_flatten, tree_leaves, tree_map
 from grappe.rows.tensor import full
 from grappe.step.loss import loss_of
-from grappe.task import Task, derived, overrides
+from grappe.task import Call, Task, derived, overrides
+from grappe.training.checked_steps import functions_over_rows
+from grappe.training.interception import copied
+from grappe.verbs.verify.random_ops import RandomOps
 
 NO_CLIP = 1e30  # engines compute the gradient's norm where there is a bound; this one is never reached
 EPOCH_STEPS = 3  # whole batches in an epoch of a trial; a short odd one follows
@@ -233,3 +240,61 @@ def _in_float32(forward: Any) -> Any:
             return forward(*args, **kwargs)
 
     return plain
+
+
+# ---- What couples samples ------------------------------------------------------------------------------------
+
+RELATIVE = 1e-4
+"""Rounding makes 1e-7 of a difference, batch statistics of half a batch a tenth."""
+FEWEST_ROWS = 4
+
+
+@torch.no_grad()
+def batch_coupling(
+    model: nn.Module, call: Call, part: Callable[[int, int], Any], rows: int
+) -> tuple[dict[str, str], bool]:
+    """Finds batch normalisations, and the user's lines that compute over several samples while the model trains.
+
+    Args:
+        call: the task's forward.
+        part: returns the inputs of the rows from one number to another, as a batch of their own.
+
+    Returns:
+        The class of each by the module's name, or the function by the line, {"": the model's class} where neither is
+        found; and whether each row of the output is known to depend only on its own row of the input.
+    """
+    if rows < FEWEST_ROWS:
+        return {}, False
+    model = copy.deepcopy(model).train()
+    coupled = {
+        name: type(module).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, BatchNormBase) and module.training
+    }
+    with RandomOps(off=True), inside(None):
+        couples = bool(coupled) or _couples(model, call, part, rows)
+        if couples is not False:
+            coupled |= functions_over_rows(functools.partial(call, model), part(0, rows))
+    return coupled or ({"": type(model).__name__} if couples else {}), couples is False
+
+
+def _couples(model: nn.Module, call: Call, part: Callable[[int, int], Any], rows: int) -> bool | None:
+    """Returns whether the outputs of the first half of the rows change without the second half; None: unknown."""
+    outputs = []
+    try:
+        for end in (rows, rows // 2):
+            with buffers_kept(model), attributes_kept(model):
+                outputs.append(tree_leaves(call(model, copied(part(0, end)))))  # what works in place changes them
+    except (RuntimeError, ValueError, IndexError, AssertionError):
+        return None
+    for whole, half in zip(*outputs, strict=False):
+        if not isinstance(whole, Tensor) or not whole.is_floating_point() or not half.numel():
+            continue
+        differ = [dim for dim, (a, b) in enumerate(zip(whole.shape, half.shape, strict=False)) if a != b]
+        head = whole.narrow(differ[0], 0, half.shape[differ[0]]) if differ else whole
+        if head.shape != half.shape:
+            return None
+        most = float(head.abs().max())
+        if math.isfinite(most) and not torch.allclose(head, half, rtol=RELATIVE, atol=RELATIVE * most):
+            return True
+    return False

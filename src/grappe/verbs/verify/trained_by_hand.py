@@ -49,8 +49,15 @@ from grappe.step.precision import autocast, in_double, set_gpu_arithmetic
 from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import Task, overrides
 from grappe.training.short_run import TaskProcess
-from grappe.verbs.verify.batch_coupling import batch_coupled_modules
-from grappe.verbs.verify.instrument import NO_CLIP, NOTHING, Instrumentation, SampleRecorder, all_rows, instrumented
+from grappe.verbs.verify.instrument import (
+    NO_CLIP,
+    NOTHING,
+    Instrumentation,
+    SampleRecorder,
+    all_rows,
+    batch_coupling,
+    instrumented,
+)
 from grappe.verbs.verify.random_ops import RandomOps
 
 Reorder = Callable[[list[int]], list[int]]
@@ -580,7 +587,7 @@ class Reference:
     draws: tuple[str, ...]
     """Operators of the model that draw random numbers."""
     coupled: dict[str, str]
-    """Modules that couple a batch's samples, by name: their classes."""
+    """What computes over several samples of a batch: classes by modules' names, functions by the user's lines."""
     buffers: tuple[str, ...]
     augments: bool
     clips: bool
@@ -612,8 +619,7 @@ def trained(request: ReferenceRequest, process: TaskProcess) -> Reference:
         with writes_seen(probe, lambda name, _: written.append(name)), sets_before_reads(probe) as unread:
             task.forward(probe, rows.inputs)
         changed = {place: value for place, value in carried.changed().items() if place not in unread}
-    kinds = {name: type(module).__name__ for name, module in probe.named_modules()}
-    coupling = batch_coupled_modules(probe, task.forward, rows.part, len(rows.ids))
+    coupled, alone = batch_coupling(probe, task.forward, rows.part, len(rows.ids))
 
     model, roundings = new_model(), [*ORDERS]
     if random_ops.seen:
@@ -623,7 +629,7 @@ def trained(request: ReferenceRequest, process: TaskProcess) -> Reference:
     base = new_model() if random_ops.seen and not request.recorded else None
     others = [] if request.recorded else [(rounding, new_model(rounding)) for rounding in roundings]
     # Parts are further forwards, which would change them further.
-    independent = coupling.independent_rows and rows.cuttable and not (written or changed)
+    independent = alone and rows.cuttable and not (written or changed)
     steps = []
     for number in range(request.steps):
         batch = batches.batch(number)
@@ -646,7 +652,7 @@ def trained(request: ReferenceRequest, process: TaskProcess) -> Reference:
         floor=FLOORS[stored_in(request.plan)],
         per_epoch=batches.per_epoch,
         draws=tuple(sorted(random_ops.seen)),
-        coupled={name: kinds[name] for name in coupling.modules},
+        coupled=dict(sorted(coupled.items())),
         buffers=tuple(name for name, _ in model.model.named_buffers()),
         augments=overrides(task, "augment"),
         clips=task.clip != NO_CLIP,

@@ -282,7 +282,7 @@ class _Judgement:
 
     def _without(self, off: Sequence[str]) -> tuple[Plan, Instrumentation]:
         plan = dataclasses.replace(self._plan, precision="fp32") if PRECISION in off else self._plan
-        evaluated = tuple(self._base.coupled) if STATISTICS in off else ()
+        evaluated = tuple(self._batchnorms()) if STATISTICS in off else ()
         return plan, dataclasses.replace(self._start, without_randomness=DROPOUT in off, evaluated_modules=evaluated)
 
     def _agrees(self, off: Sequence[str]) -> bool:
@@ -334,7 +334,7 @@ class _Judgement:
         return " and ".join(self._coupled_names())
 
     def _coupled_names(self) -> list[str]:
-        """Describes the modules that couple a batch's samples in words, from their classes."""
+        """Describes what computes over a batch's samples in words."""
         batchnorms = self._batchnorms()
         others = [
             f"{name or 'the model'} ({kind})" for name, kind in self._base.coupled.items() if name not in batchnorms
@@ -343,7 +343,7 @@ class _Judgement:
         return [*words, *([f"statistics of the batch in {', '.join(others)}"] if others else [])]
 
     def _batchnorms(self) -> list[str]:
-        return [name for name, kind in self._base.coupled.items() if "BatchNorm" in kind]
+        return [name for name in self._base.coupled if name and ":" not in name]  # others are lines
 
 
 def _stream_faults(steps: Sequence[TrialStep], again: Sequence[TrialStep]) -> list[str]:
