@@ -51,11 +51,11 @@ class Browser:
         for domain in ("Runtime", "Log", "Network", "Page"):
             self._call(f"{domain}.enable")
 
-    def open(self, file: Path, width: int = 1200, height: int = 900) -> None:
-        """Loads a file and waits until it is there."""
+    def open(self, file: Path, width: int = 1200, height: int = 900, query: str = "") -> None:
+        """Loads a file, with the `query` of its address, and waits until it is there."""
         self.complaints, self.requests = [], []
         self._size(width, height)
-        self._call("Page.navigate", url=file.resolve().as_uri())
+        self._call("Page.navigate", url=file.resolve().as_uri() + query)
         self.evaluate("new Promise(done => document.readyState === 'complete' ? done() : onload = () => done())")
 
     def evaluate(self, expression: str) -> Any:

@@ -13,7 +13,7 @@ from tests.commands import GRAPPE, ran
 from tests.data.corpus.shards import corpus_folder
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGE, CORPUS = ((DOCS / name).read_text() for name in ("data.md", "corpus.md"))
+PAGE, FEED, CORPUS = ((DOCS / name).read_text() for name in ("data.md", "feed-gpu.md", "corpus.md"))
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = re.findall(r"^(?:grappe|python -m) .*", PAGE, re.MULTILINE)
 
@@ -36,12 +36,10 @@ def run(command: str, folder: Path, *more: str) -> None:
 
 def test_the_commands_run_in_this_order(here: Path) -> None:
     (here / "photos.py").write_text(CODE[0])
-    names = ["-m benchmarks.photos", "train photos.py", "measure photos.py"]
-    names += [f"data {verb}" for verb in ("bench", "index", "check", "pack", "stage")]
+    names = ["-m benchmarks.photos", "train photos.py"]
+    names += [f"data {verb}" for verb in ("index", "check", "pack", "stage")]
     assert [" ".join(line.split()[1:3]) for line in COMMANDS] == names
-    for line in COMMANDS:
-        if " measure " in line:
-            continue  # many trainings: tests/verbs/measure
+    for line in [*COMMANDS, *re.findall(r"^grappe data .*", FEED, re.MULTILINE)]:
         more = ("epochs=1", "--plan", "threads=1,device=cpu,workers=1", "--run", "run") if " train " in line else ()
         run(line, here, *more)
     records = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]

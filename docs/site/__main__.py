@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from docs.site.assemble import assemble, llms
+from docs.site.assemble import assemble, llms, scorer
 from sphinx.cmd.build import main as sphinx
 
 HERE = Path(__file__).parent
@@ -25,10 +25,12 @@ def build(output: Path) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / MARKER).touch()
+    scores = sources / "scorer.js"
+    scores.write_text(scorer())
     for language, target in (("en", output), ("fr", output / "fr")):
         assemble(language, sources / language)
         options = ["-q", "-j", "2", "-W", "--keep-going", "-b", "html"]
-        options += ["-c", str(HERE), "-D", f"language={language}"]
+        options += ["-c", str(HERE), "-D", f"language={language}", "-D", f"html_search_scorer={scores}"]
         trees = str(sources / f"{language}-trees")
         if code := sphinx([*options, "-d", trees, str(sources / language), str(target)]):
             return code

@@ -21,37 +21,23 @@ LEXERS = {".py": "python", ".toml": "toml", ".cpp": "cpp", ".json": "json", ".sh
 BOTH = ("commands/", "plan/", "labs/")
 """Pages that both languages have under the same name."""
 NAVIGATION = (
+    ("Start", "Débuter", ("guides", "launch", "environment", "offline", "notebook")),
+    ("Slurm", "Slurm", ("slurm", "several-nodes", "resume", "tune", "another-cluster")),
     (
-        "Get started",
-        "Premiers pas",
-        (
-            "guides",
-            "tour",
-            "task",
-            "notebook",
-            "plans",
-            "resume",
-            "slurm",
-            "from-a-script",
-            "from-a-page",
-            "gallery",
-        ),
+        "Speed, memory and cost",
+        "Vitesse, mémoire et coût",
+        ("foresee", "which-gpu", "measure", "feed-gpu", "scaling", "energy"),
     ),
-    ("Data", "Données", ("data", "corpus", "data-formats", "imagenet", "augmentation")),
-    (
-        "Training",
-        "Entraînement",
-        ("optimizers", "learning-rate", "larger-batch", "tune", "watchers", "own-loop", "transformers"),
-    ),
-    (
-        "Parallelism, memory, speed",
-        "Parallélisme, mémoire, vitesse",
-        ("foresee", "too-big", "measure", "verify", "gpu", "deepspeed", "lightning", "horovod"),
-    ),
-    ("After training", "Après l'entraînement", ("predict", "export", "extension")),
+    ("Results", "Résultats", ("verify", "track", "fine-tune", "agent")),
+    ("Concepts", "Notions", ("concepts", "tour", "task", "plans")),
     ("Labs", "Travaux pratiques (en anglais)", ()),
     ("Reference", "Référence", ()),
-    ("How it works", "Fonctionnement", ("step", "parity", "promises", "security")),
+    ("Scripts", "Scripts", ("own-loop", "from-a-script", "from-a-page", "transformers", "watchers")),
+    ("Tasks", "Tâches", ("gallery", "augmentation", "optimizers", "learning-rate", "larger-batch")),
+    ("Data", "Données", ("data", "corpus", "data-formats", "imagenet")),
+    ("Plans", "Plans", ("too-big", "lightning", "deepspeed", "horovod", "slurm-python")),
+    ("Trained models", "Modèles entraînés", ("predict", "export", "extension")),
+    ("How it works", "Fonctionnement", ("step", "parity", "promises", "gpu", "security")),
     (
         "Evidence",
         "Preuves",
@@ -63,14 +49,14 @@ NAVIGATION = (
 REFERENCE = ("commands/index", "plan/index", "docs/api", "docs/json", "sites/index", "errors")
 ENTRIES = {
     "en": (
-        ("own-loop", "Your own script", "As it is, on several processes"),
+        ("launch", "Your own script", "As it is, on several processes"),
         ("task", "Your own task", "Model, data and loss in twenty lines"),
         ("plans", "Choose a plan", "DDP, FSDP, ZeRO, pipelines: by what you have"),
         ("slurm", "Slurm cluster", "Put one line before the command that works here"),
         ("verify", "Same result?", "Check a plan on your own task"),
     ),
     "fr": (
-        ("own-loop", "Votre script", "Tel quel, sur plusieurs processus"),
+        ("launch", "Votre script", "Tel quel, sur plusieurs processus"),
         ("task", "Votre tâche", "Modèle, données et perte en vingt lignes"),
         ("plans", "Choisir un plan", "DDP, FSDP, ZeRO, pipelines : selon ce que vous avez"),
         ("slurm", "Grappe Slurm", "Une ligne devant la commande qui fonctionne ici"),
@@ -252,6 +238,17 @@ def _contents(language: str, pages: set[str]) -> str:
         if group:  # the French site has no page of the English evidence
             parts.append("\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *group, "```", ""]))
     return "\n".join(parts)
+
+
+def jobs() -> list[str]:
+    """Returns the pages of the jobs, as docs/guides.md lists them before its concepts."""
+    listed = (ROOT / "docs" / "guides.md").read_text().partition("\n## Concepts")[0]
+    return re.findall(r"^- \[[^\]]+\]\(([\w-]+)\.md\)", listed, re.MULTILINE)
+
+
+def scorer() -> str:
+    """Returns the script by which the search orders what it finds, with the pages of jobs."""
+    return f"const JOBS = {json.dumps(jobs())};\n{(Path(__file__).parent / 'scorer.js').read_text()}"
 
 
 def llms() -> str:

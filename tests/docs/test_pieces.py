@@ -1,7 +1,6 @@
 """The guides' pieces of Python, and a site's file, that no test of their own runs."""
 
 import inspect
-import re
 import sys
 import textwrap
 from pathlib import Path
@@ -104,11 +103,7 @@ def lightning_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tuned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = re.search(r"```python\n(# spiral\.py\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (folder / "spiral.py").write_text(code[1])
-    monkeypatch.syspath_prepend(str(folder))
     monkeypatch.chdir(folder)
-    import spiral
 
     def quick(task: Any, space: Any, *, trials: int, parallel: int, study: str) -> Any:
         assert (trials, parallel) == (20, 2)
@@ -116,14 +111,14 @@ def tuned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return grappe.tune(task, space, plan, trials=1, study=study, sampler="random", options=options)
 
     names = SimpleNamespace(tune=quick, load=grappe.load)
-    found = piece("tune.md", "study = grappe.tune(", grappe=names, Spiral=spiral.Spiral)
+    found = piece("tune.md", "study = grappe.tune(", grappe=names)
     assert len(found["study"].trials) == 1
     assert isinstance(found["model"], torch.nn.Module)
 
 
 def a_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "grappe" / "sites").mkdir(parents=True)
-    text = block_of("slurm.md", 'title = "Mine"')
+    text = block_of("another-cluster.md", 'title = "Mine"')
     (folder / "grappe" / "sites" / "mine.toml").write_text(text)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
     monkeypatch.chdir(folder)
@@ -135,7 +130,7 @@ HERE = {
     ("task.md", "def loss(self, output, target):"): counts,
     ("larger-batch.md", "def optimizer(self, named_parameters):"): larger_batch,
     ("lightning.md", "# mine.py"): lightning_module,
-    ("slurm.md", 'title = "Mine"'): a_site,
+    ("another-cluster.md", 'title = "Mine"'): a_site,
     ("task.md", "class Clip(Task):"): clip,
     ("task.md", "def sampling(self, dataset):"): sampling,
     ("task.md", "def prediction(self, output):"): prediction,

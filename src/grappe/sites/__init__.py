@@ -49,7 +49,7 @@ def find(name: str) -> Site:
     if name not in files_by_name:
         raise UsageError(
             f"no site '{name}': {nearest(name, files_by_name)} Another cluster is one TOML file in {own_folder()} "
-            "(see docs/slurm.md), or --site generic"
+            "(see docs/another-cluster.md), or --site generic"
         )
     file = files_by_name[name]
     try:

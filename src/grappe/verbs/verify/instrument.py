@@ -287,11 +287,11 @@ def _couples(model: nn.Module, call: Call, part: Callable[[int, int], Any], rows
                 outputs.append(tree_leaves(call(model, copied(part(0, end)))))  # what works in place changes them
     except (RuntimeError, ValueError, IndexError, AssertionError):
         return None
-    for whole, half in zip(*outputs, strict=False):
-        if not isinstance(whole, Tensor) or not whole.is_floating_point() or not half.numel():
+    for output, half in zip(*outputs, strict=False):
+        if not isinstance(output, Tensor) or not output.is_floating_point() or not half.numel():
             continue
-        differ = [dim for dim, (a, b) in enumerate(zip(whole.shape, half.shape, strict=False)) if a != b]
-        head = whole.narrow(differ[0], 0, half.shape[differ[0]]) if differ else whole
+        differ = [dim for dim, (a, b) in enumerate(zip(output.shape, half.shape, strict=False)) if a != b]
+        head = output.narrow(differ[0], 0, half.shape[differ[0]]) if differ else output
         if head.shape != half.shape:
             return None
         most = float(head.abs().max())
