@@ -24,7 +24,7 @@ SHOWN = (
     "training/reporting.py",
     "training/watchers/console.py",
     "contrib/tune/tune.py",
-    "verbs/lr_find",
+    "contrib/lab/lr_find.py",
     "notebook.py",
 )
 """Where the words are that the labs show most, in the package."""
