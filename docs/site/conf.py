@@ -14,7 +14,7 @@ from sphinx.locale import _
 import grappe
 
 project = "grappe"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx_copybutton"]
 templates_path = ["templates"]
 html_static_path = ["static"]
 html_logo = "static/logo.svg"
