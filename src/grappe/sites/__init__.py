@@ -8,14 +8,18 @@ import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from grappe.errors import UsageError, nearest
+from grappe.errors.foreign_text import printable
 from grappe.sites import schema
 from grappe.sites.schema import Site
 
 SHIPPED = Path(__file__).parent
 GENERIC = "generic"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
+LIKE = re.compile(r"_?" + NAME.pattern, re.ASCII)
+"""The value of `like`: the name of a shipped file, also of one that is no site, which begins with "_"."""
 LARGEST = 1 << 16  # bytes
 
 
@@ -52,6 +56,23 @@ def find(name: str) -> Site:
             "(see docs/slurm.md), or --site generic"
         )
     file = files_by_name[name]
+    return schema.site(name, _content(file), str(file))
+
+
+def open_site(name: str) -> Site:
+    """Reads the site called `name`, as `find` does.
+
+    Raises:
+        UsageError: also of a retired site; the message names its successor.
+    """
+    site = find(name)
+    if site.retired:
+        raise UsageError(f"{site.name} is retired: {site.retired}. There is: grappe sites")
+    return site
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """Reads a site's file, completed by that of the shipped file that it is `like`; its own values count."""
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is not waited for
         try:
@@ -68,7 +89,18 @@ def find(name: str) -> Site:
         content = tomllib.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # ValueError: also of an integer of thousands of digits
         raise UsageError(f"{file}: {error}") from error
-    return schema.site(name, content, str(file))
+    like = content.pop("like", None)
+    if like is None:
+        return content
+    if not isinstance(like, str) or not LIKE.fullmatch(like) or not (shipped := SHIPPED / f"{like}.toml").is_file():
+        raise UsageError(f"{file}: like={printable(like, 80)!r} is not the name of a site that grappe has")
+    return _merged(_content(shipped), content)
+
+
+def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Merges tables, and takes all else from `own` where it has it."""
+    tables = {key for key in base.keys() & own.keys() if isinstance(base[key], dict) and isinstance(own[key], dict)}
+    return {**base, **own, **{key: _merged(base[key], own[key]) for key in tables}}
 
 
 def current(environment: Mapping[str, str] = os.environ) -> str:

@@ -11,7 +11,7 @@ from grappe.errors import PlanError, UsageError
 from grappe.fields import NumberRange, split
 from grappe.plan import Plan
 from grappe.sites import sbatch, slurm
-from grappe.sites.layout import Layout, fit, layout, on_site
+from grappe.sites.layout import Layout, fit, layout, on_site, sliced
 from grappe.sites.sbatch import AUTO, FEWEST, SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.sites.schema import Site
 from grappe.sites.script import resource_options, with_mps
@@ -119,9 +119,11 @@ def placed(submission: Submission) -> tuple[Site, Plan]:
     """
     job, plan = submission.job, _plan(submission)
     engines.check_name(plan.engine)
-    site = sites.find(job.site or sites.current())
+    site = sites.open_site(job.site or sites.current())
     if plan.device == "cpu" and site.cpu:
         site = sites.find(site.cpu)
+    if job.slice_name is not None:
+        site = sliced(site, job.slice_name)
     if not site.probe:
         return site, on_site(plan, site)
     partitions = slurm.sinfo(slurm.SINFO_FORMAT)
@@ -192,7 +194,7 @@ def _plan(submission: Submission) -> Plan:
     job = submission.job
     if job.gpus == FEWEST:
         raise UsageError("--gpus auto is for trainings that grappe submit starts: give a number here, as --gpus 2")
-    gpus = job.gpus[0] if job.gpus else None
+    gpus = None if not job.gpus else 1 if job.slice_name is not None else int(job.gpus[0])
     if submission.command == SCRIPT:
         number = job.processes or gpus or 1
         if gpus == 0:

@@ -22,6 +22,7 @@ from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.plan import Plan
 from grappe.sites import slurm
 from grappe.sites.advice import misplaced, unfit_precision
+from grappe.sites.environment import MADE_ON_NODES
 from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE
 from grappe.sites.schema import Site
 from grappe.sites.script import FUNCTIONS, Script, check_name, cost, notice, render
@@ -87,7 +88,7 @@ def submit_all(
             run=script.run,
             job="" if show else _send(script, text),
             text=text,
-            cost=cost(script.layout),
+            cost=cost(script.site, script.layout),
             note=script.unchecked,
             warnings=script.warnings,
             time_note=script.time_note,
@@ -105,7 +106,7 @@ def judged(submission: Submission) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="grappe-submit-") as folder:
             file = Path(folder) / "job.sh"
             file.write_text(render(script))
-            yield f"{slurm.submit(file, test_only=True) or 'sbatch would take it'}; {cost(script.layout)}"
+            yield f"{slurm.submit(file, test_only=True) or 'sbatch would take it'}; {cost(script.site, script.layout)}"
             if script.time_note:
                 yield script.time_note
 
@@ -152,7 +153,7 @@ def _send(script: Script, text: str) -> str:
         for folder in (logs, *absent):
             files.remove_empty(folder)
         raise
-    record_job(script.run, job, script.site.name, cost(script.layout))
+    record_job(script.run, job, script.site.name, cost(script.site, script.layout))
     return job
 
 
@@ -171,6 +172,11 @@ def job_script(submission: Submission, *, show: bool = False) -> Script:
         raise UsageError(
             f"{site.name} takes jobs from {site.job.submit_from} only, and lets them write nowhere else: "
             f"cd {expected} first"
+        )
+    if site.job.login_environment and job.env in MADE_ON_NODES:
+        raise UsageError(
+            f"--env={job.env}: environments of {site.name} are made on a login node, in $HOME: activate it there, and "
+            "leave --env out"
         )
     run = _folder(submission)
     if job.stage is not None and not job.stage.is_file():
@@ -231,6 +237,11 @@ def _warnings(script: Script) -> Iterator[str]:
             f"--time: a job of {script.layout.seconds} s saves {notice(script.layout.seconds)} s before its end, and a "
             f"start takes a minute or two: each may train little before the next. Give {SHORTEST // 60}m or more"
         )
+    usual, stage = script.site.ask.usual_minutes, script.job.stage
+    if usual and script.layout.seconds < usual * 60:
+        yield f"--time: {script.site.name} wants jobs of at least {usual} minutes, and shorter ones for tests alone"
+    if script.site.job.local_is_memory and stage is not None:
+        yield f"--stage={stage}: {script.site.job.local} of {script.site.name} is memory, and the job then has less"
     if script.environment == "here":
         yield from unfit_packages()
     node = script.site.node
