@@ -81,5 +81,5 @@ def test_a_retired_site_names_its_successor(name: str, successor: str) -> None:
     with pytest.raises(
         UsageError, match=rf"{name} is retired: .*its successor is {successor}\. There is: grappe sites"
     ):
-        sites.open_site(name)
+        sites.find(name, retired=False)
     assert sites.current({"CC_CLUSTER": name}) == name

@@ -93,7 +93,7 @@ def test_one_that_breaks_a_rule_is_refused(name: str, size: str, line: str, othe
             "marenostrum5",
             "replicate=3,per_device=3",
             {},
-            "the job has 18 for 1: leave --cores out, or use a number of processes",
+            "the job has 18 for 1: leave --cores out, or use processes whose number divides 20",
         ),
         ("perlmutter", "", {"cores": 16}, "takes exactly 32 cores for each GPU"),
         ("trillium", "replicate=3", {}, "1 or a multiple of 4 GPUs; this plan has 3"),
@@ -102,7 +102,7 @@ def test_one_that_breaks_a_rule_is_refused(name: str, size: str, line: str, othe
             "trillium",
             "replicate=24",
             {},
-            "the plan needs 24 GPUs, a job of the account def-abc on trillium may have 20",
+            "the plan needs 24 GPUs, a job on trillium may have 20",
         ),
         (
             "trillium",

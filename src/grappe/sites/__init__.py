@@ -18,8 +18,6 @@ from grappe.sites.schema import Site
 SHIPPED = Path(__file__).parent
 GENERIC = "generic"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
-LIKE = re.compile(r"_?" + NAME.pattern, re.ASCII)
-"""The value of `like`: the name of a shipped file, also of one that is no site, which begins with "_"."""
 LARGEST = 1 << 16  # bytes
 
 
@@ -43,11 +41,14 @@ def files() -> dict[str, Path]:
     return files_by_name
 
 
-def find(name: str) -> Site:
+def find(name: str, *, retired: bool = True) -> Site:
     """Reads the site called `name`.
 
+    Args:
+        retired: whether it may be one that takes no jobs any more.
+
     Raises:
-        UsageError: there is no such site, or its file is wrong.
+        UsageError: there is no such site, its file is wrong, or it is retired; the message names its successor.
     """
     files_by_name = files()
     if name not in files_by_name:
@@ -56,17 +57,8 @@ def find(name: str) -> Site:
             "(see docs/slurm.md), or --site generic"
         )
     file = files_by_name[name]
-    return schema.site(name, _content(file), str(file))
-
-
-def open_site(name: str) -> Site:
-    """Reads the site called `name`, as `find` does.
-
-    Raises:
-        UsageError: also of a retired site; the message names its successor.
-    """
-    site = find(name)
-    if site.retired:
+    site = schema.site(name, _content(file), str(file))
+    if site.retired and not retired:
         raise UsageError(f"{site.name} is retired: {site.retired}. There is: grappe sites")
     return site
 
@@ -92,7 +84,8 @@ def _content(file: Path) -> dict[str, Any]:
     like = content.pop("like", None)
     if like is None:
         return content
-    if not isinstance(like, str) or not LIKE.fullmatch(like) or not (shipped := SHIPPED / f"{like}.toml").is_file():
+    name = like.removeprefix("_") if isinstance(like, str) else ""  # no site: what several share
+    if not NAME.fullmatch(name) or not (shipped := SHIPPED / f"{like}.toml").is_file():
         raise UsageError(f"{file}: like={printable(like, 80)!r} is not the name of a site that grappe has")
     return _merged(_content(shipped), content)
 

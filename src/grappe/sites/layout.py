@@ -41,11 +41,6 @@ class Layout:
         """Returns the number of nodes that the job takes at most, spares included."""
         return max(self.sizes, default=self.nodes) + self.spare
 
-    @property
-    def unit_hours(self) -> float:
-        """Computes the hours of all GPUs, or without GPUs of all cores, if the job uses all of its time."""
-        return self.most_nodes * (self.gpus or self.processes * self.cores) * self.seconds / 3600
-
 
 def charge(site: Site, layout: Layout) -> float | None:
     """Computes a job's charge in the site's unit, if it uses all of its time; None: the site's file has no table.
@@ -84,9 +79,10 @@ def sliced(site: Site, name: str) -> Site:
     Raises:
         UsageError: the site has no such slice.
     """
-    part = next((part for part in site.slice if part.is_called(name)), None)
+    called = {part: (part.name, *part.synonyms, part.name.rpartition("_")[2]) for part in site.slice}
+    part = next((part for part, names in called.items() if name in names), None)
     if part is None or site.node is None:
-        names = [called for part in site.slice for called in (part.name, *part.synonyms)]
+        names = [name for names in called.values() for name in names]
         which = nearest(name, names) if names else "it gives whole GPUs alone: write a number"
         raise UsageError(f"--gpus={name}: {site.name} has no such slice of a GPU: {which}")
     node = dataclasses.replace(site.node, slice=part, cores_per_gpu=part.cores, memory_per_gpu_gb=part.memory_gb)
@@ -171,13 +167,7 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
     assert node is not None, "a probed site has its node by now"
     check_account(site, job.account)
     seconds = int(job.seconds or site.ask.default_minutes * 60)
-    gpus = 0 if plan.device == "cpu" else _gpus(plan, site, job.account)
-    if node.slice and (plan.processes > 1 or job.spare):
-        raise PlanError(
-            f"{node.slice.name} is a slice of a GPU, for one process: slices have no link to each other, {site.name} "
-            f"gives a job one, and two processes on one would halve it; this plan has {plan.processes}: use --gpus "
-            f"{gpus}, or a plan of one process"
-        )
+    gpus = 0 if plan.device == "cpu" else _gpus(plan, site, job)
     if gpus and node.vendor == "amd":
         if plan.precision == "tf32":
             raise PlanError(f"precision=tf32 is NVIDIA's, and {site.name} has AMD's GPUs: use precision=bf16, or fp32")
@@ -194,7 +184,16 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
             f"{most_nodes}: use --spare {most_nodes - nodes}, or a smaller plan"
         )
     queue = None if job.own_queue else _queue(site, job.queue, all_nodes, per_node, seconds)
-    _check_limits(site, job, seconds)
+    most, least = site.ask.max_hours, site.ask.min_minutes
+    if most and seconds > most * 3600:
+        raise UsageError(
+            f"--time={_hours(seconds / 3600)}: {site.name} gives at most {_hours(most)}. Ask for that: the job "
+            "saves before its end, and goes back into the queue by itself"
+        )
+    if least and seconds < least * 60:
+        raise UsageError(f"--time: {site.name} requires at least {least} minutes")
+    if site.ask.max_jobs and job.chain > site.ask.max_jobs:
+        raise UsageError(f"--chain={job.chain}: {site.name} lets a user have {site.ask.max_jobs} jobs: use fewer")
     _check_whole(site, node, queue, all_nodes, per_node)
     processes = plan.processes // nodes
     cores = job.cores or _cores(plan, node, per_node, processes, queue)
@@ -218,20 +217,6 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
     )
 
 
-def _check_limits(site: Site, job: JobOptions, seconds: int) -> None:
-    """Checks a job's time, and the number of jobs of a chain."""
-    most, least = site.ask.max_hours, site.ask.min_minutes
-    if most and seconds > most * 3600:
-        raise UsageError(
-            f"--time={_hours(seconds / 3600)}: {site.name} gives at most {_hours(most)}. Ask for that: the job "
-            "saves before its end, and goes back into the queue by itself"
-        )
-    if least and seconds < least * 60:
-        raise UsageError(f"--time: {site.name} requires at least {least} minutes")
-    if site.ask.max_jobs and job.chain > site.ask.max_jobs:
-        raise UsageError(f"--chain={job.chain}: {site.name} lets a user have {site.ask.max_jobs} jobs: use fewer")
-
-
 def longest(layout: Layout, site: Site, job: JobOptions) -> int | None:
     """Returns the most seconds that a job with these resources may ask for; None: no limit is known."""
     limits = [site.ask.max_hours]
@@ -249,29 +234,31 @@ def longest(layout: Layout, site: Site, job: JobOptions) -> int | None:
 
 def check_account(site: Site, account: str | None) -> None:
     """Raises UsageError if the account is missing, or does not have the form of this site's accounts."""
-    forms = f" (of the form {' or '.join(site.ask.accounts)})" if site.ask.accounts else ""
-    if account is None:
-        if site.ask.account == "required":
-            raise UsageError(f"{site.name} needs an account: --account NAME{forms}")
-        return
-    if site.ask.accounts and not any(fnmatch.fnmatchcase(account, form) for form in site.ask.accounts):
-        raise UsageError(
-            f"--account={account}: accounts of {site.name} are of the form {' or '.join(site.ask.accounts)}"
-        )
+    forms = " or ".join(site.ask.accounts)
+    if account is None and site.ask.account == "required":
+        raise UsageError(f"{site.name} needs an account: --account NAME{f' (of the form {forms})' if forms else ''}")
+    if account is not None and forms and not any(fnmatch.fnmatchcase(account, form) for form in site.ask.accounts):
+        raise UsageError(f"--account={account}: accounts of {site.name} are of the form {forms}")
 
 
-def _gpus(plan: Plan, site: Site, account: str | None) -> int:
+def _gpus(plan: Plan, site: Site, job: JobOptions) -> int:
     if plan.processes % plan.per_device:
         raise PlanError(
             f"{plan.processes} processes do not share GPUs by per_device={plan.per_device}: "
             f"choose degrees whose product is a multiple of {plan.per_device}"
         )
     gpus = plan.processes // plan.per_device
-    own = [most for form, most in site.ask.max_gpus_of.items() if account and fnmatch.fnmatchcase(account, form)]
-    most = min([*own, *filter(None, [site.ask.max_gpus])], default=gpus)
+    part = site.node.slice if site.node else None
+    if part and (plan.processes > 1 or job.spare):
+        raise PlanError(
+            f"{part.name} is a slice of a GPU, for one process: slices have no link to each other, {site.name} gives a "
+            f"job one, and two processes would halve it; this plan has {plan.processes}: use --gpus {gpus}, or a plan "
+            "of one process"
+        )
+    own = [most for form, most in site.ask.max_gpus_of.items() if fnmatch.fnmatchcase(job.account or "", form)]
+    most = min([*own, site.ask.max_gpus or gpus])
     if gpus > most:
-        of = f" of the account {account}" if own and most == min(own) else ""
-        raise UsageError(f"the plan needs {gpus} GPUs, a job{of} on {site.name} may have {most}: use fewer")
+        raise UsageError(f"the plan needs {gpus} GPUs, a job on {site.name} may have {most}: use fewer")
     return gpus
 
 
@@ -349,8 +336,8 @@ def _check_gpu_cores(site: Site, node: Node, queue: Queue | None, gpus: int, pro
     rule = "" if _gives_whole(site, queue) else site.ask.gpu_cores
     if (rule and total < least) or (rule == "exact" and total > least):
         raise UsageError(
-            f"{site.name} takes {'exactly' if rule == 'exact' else 'at least'} {node.cores_per_gpu} cores for each GPU, "
-            f"and the job has {total} for {gpus}: leave --cores out, or use a number of processes that divides {least}"
+            f"{site.name} takes {'exactly' if rule == 'exact' else 'at least'} {node.cores_per_gpu} cores for each "
+            f"GPU, and the job has {total} for {gpus}: leave --cores out, or use processes whose number divides {least}"
         )
 
 

@@ -169,11 +169,6 @@ class JobOptions:
         return NumberRange(self.nodes, self.nodes) if isinstance(self.nodes, int) else self.nodes
 
     @property
-    def slice_name(self) -> str | None:
-        """The slice of a GPU that the user names; None: GPUs are whole."""
-        return next((each for each in self.gpus if isinstance(each, str)), None)
-
-    @property
     def seconds(self) -> float | None:
         """The time limit; None: the site's default, or one that is still to be foreseen."""
         return seconds(self.time, "--time") if self.time and self.time != AUTO else None

@@ -56,10 +56,6 @@ class Slice:
     charge: float
     """Units of the site's charge for an hour of the slice."""
 
-    def is_called(self, name: str) -> bool:
-        """Returns whether a user may mean this slice by `name`."""
-        return name in (self.name, *self.synonyms, self.name.rpartition("_")[2])
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Charge:
@@ -131,8 +127,7 @@ class Ask:
     max_jobs: int | None = None
     """The largest number of a user's jobs in the queue; each task of an array counts."""
     gpu_cores: Literal["", "least", "exact"] = ""
-    """Whether the scheduler refuses fewer cores than cores_per_gpu for each GPU, or any other number, on a part of a
-    node."""
+    """Whether fewer cores for each GPU than cores_per_gpu are refused on a part of a node, or any other number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,9 +141,8 @@ class Queue:
     max_gpus: int | None = None
     max_nodes: int | None = None
     max_cores: int | None = None
-    """The largest number of a job's cores; below a GPU's share of the node, the job gets this number."""
     max_memory_gb: int | None = None
-    """The largest memory of a job, in GB, likewise."""
+    """Memory of a job in GB. A job whose share of the node is larger than this, or max_cores, gets no more."""
     only_when_named: bool = False
     whole_nodes: bool | None = None
     """Overrides the site's whole_nodes."""
@@ -283,10 +277,8 @@ def _value(kind: Any, value: Any, path: str, wrong: Wrong) -> Any:
         return tuple(_value(choices[0], item, f"{path}[{index}]", wrong) for index, item in enumerate(value))
     if origin in (Mapping, dict) or kind is Mapping:
         if isinstance(value, dict):
-            return {
-                _line(key, path, wrong): _value(choices[1], item, f"{path}.{_line(key, path, wrong)}", wrong)
-                for key, item in value.items()
-            }
+            kind = choices[1]
+            return {_line(key, path, wrong): _value(kind, item, f"{path}.{key}", wrong) for key, item in value.items()}
         raise wrong(path, " is not a table")
     if origin is Literal:
         if isinstance(value, str) and value in choices:

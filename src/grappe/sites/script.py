@@ -160,7 +160,7 @@ def cost(site: Site, layout: Layout) -> str:
     count, unit = layout.most_nodes * layout.gpus, "GPU"
     if not count:
         count, unit = layout.most_nodes * layout.processes * layout.cores, "core"
-    what, hours = f"{count} {unit}{'s' if count > 1 else ''}", [f"{figure(layout.unit_hours)} {unit}-hours"]
+    what, hours = f"{count} {unit}{'s' if count > 1 else ''}", [f"{figure(count * layout.seconds / 3600)} {unit}-hours"]
     if site.node is not None and site.node.slice is not None and layout.gpus:
         what, hours = f"slice {site.node.slice.name}", []
     if site.charge is not None and (units := charge(site, layout)) is not None:

@@ -17,7 +17,7 @@ from grappe.launch.mps import CLIENTS
 from grappe.launch.terminal import progress
 from grappe.launch.world import cores
 from grappe.plan import AnyPlan, Plan, as_plan
-from grappe.sites import open_site
+from grappe.sites import find
 from grappe.sites.layout import hourly_charge, on_site
 from grappe.table import Table, Tabular
 from grappe.task import Task
@@ -156,7 +156,7 @@ def foresee(
     from grappe.foresight.search import MemoryBudget, candidates, foreseen, in_words, on_each_number
     from grappe.verbs.foresee.measured_step import LocalGpus
 
-    place = None if site is None else open_site(site)
+    place = None if site is None else find(site, retired=False)
     requested = [as_plan(plan) for plan in plans] or list(candidates(gpus or (1, 2, 4, 8)))
     requested = [plan if place is None else on_site(plan, place) for plan in requested]
     gpus_here = LocalGpus.find() if place is None else None
@@ -259,8 +259,7 @@ def site_fabric(site: Site) -> Fabric | None:
     if part := node.slice:
         tflops = {precision: part.fraction * rate for precision, rate in device.tflops.items()}
         bandwidth = device.bandwidth_gb * part.gpu_gb / int(device.memory_gb)
-        title = f"{part.name}, a slice of {device.title}"
-        device = dataclasses.replace(device, title=title, tflops=tflops, bandwidth_gb=bandwidth)
+        device = dataclasses.replace(device, title=part.name, tflops=tflops, bandwidth_gb=bandwidth)
     return Fabric(device=device, node=node.gpus, network_gbit=node.network_gbit)
 
 

@@ -99,15 +99,12 @@ def with_gpus(submission: Submission) -> tuple[Submission, str]:
             return chosen[0], str(plan), chosen[1]
         choices = on_each_number(fake_model, plan, counts, task.batch_size, budget, device)
         plans = {count: choice.plan for count, choice in choices.items() if not isinstance(choice, GrappeError)}
-        if not plans:
-            return 0, None, in_words(choices)
-        count = min(plans)
-        words = in_words(choices) or f"fits on {count_of(count, 'GPU')} as it is"
-        words += f"; {price}" if (price := _price(fake_model, plans[count], site, job)) else ""
-        larger = next((other for other in counts if other > count), None)
-        if larger and (price := _price(fake_model, Plan(replicate=larger), site, job)):
-            words += f"; {larger} GPUs, with a replica on each: {price}"
-        return count, str(plans[count]), words
+        count = min(plans, default=0)
+        words = [in_words(choices) or f"fits on {count_of(count, 'GPU')} as it is"]
+        for number in [number for number in counts if number >= count > 0][:2]:
+            price = _price(fake_model, stretched(plans[count], number), site, job)
+            words += [f"{count_of(number, 'GPU')}: {price}"] if price else []
+        return count, str(plans[count]) if count else None, "; ".join(words)
 
     count, text, sentence = traced("tracing the model, to foresee on how many GPUs it fits", choose)
     if text is None:
@@ -145,7 +142,7 @@ def smallest_slice(fake_model: FakeModel, plan: Plan, site: Site, job: JobOption
         if budget and forecast.fits and forecast.needs and share < part.fraction:
             other = f"the next larger, {larger.name}" if larger else "a whole GPU"
             return part.name, (
-                f"takes {format_bytes(budget.taken(forecast.needs))} of {format_bytes(budget.size)}, and {share:.0%} "
+                f"takes {format_bytes(budget.taken(forecast.needs))} of {format_bytes(budget.size)}, and {share:.1%} "
                 f"of a GPU, of which it has {part.fraction:.0%}: {_price(fake_model, plan, place, job)}; "
                 f"{other}: {_price(fake_model, plan, places[larger] if larger else site, job)}"
             )
@@ -289,7 +286,7 @@ def _idle(fake_model: FakeModel, plan: Plan, site: Site) -> list[str]:
     from grappe.foresight.gpu_time import gpu_time
 
     fabric = site_fabric(site)
-    if fabric is None or plan.per_device > 1:
+    if fabric is None or plan.per_device > 1 or (site.node and site.node.slice):
         return []
     try:
         share = gpu_time(fake_model, plan, fabric).gpu_share()
@@ -299,10 +296,11 @@ def _idle(fake_model: FakeModel, plan: Plan, site: Site) -> list[str]:
         return []  # such a plan's time is not foreseen
     if share >= WORTH:
         return []
+    part = ", ask for a slice of it (--gpus auto)" if site.slice else ""
     return [
         f"a step would use {share:.0%} of a GPU ({fabric.device.title}): train on cores (--gpus 0), take a larger "
-        "batch_size, or place several processes on a GPU (per_device). Foreseen from the data sheet, not measured on "
-        "that GPU; grappe foresee says how many fit"
+        f"batch_size{part}, or place several processes on a GPU (per_device). Foreseen from the data sheet, not "
+        "measured on that GPU; grappe foresee says how many fit"
     ]
 
 

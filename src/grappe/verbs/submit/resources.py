@@ -119,11 +119,11 @@ def placed(submission: Submission) -> tuple[Site, Plan]:
     """
     job, plan = submission.job, _plan(submission)
     engines.check_name(plan.engine)
-    site = sites.open_site(job.site or sites.current())
+    site = sites.find(job.site or sites.current(), retired=False)
     if plan.device == "cpu" and site.cpu:
         site = sites.find(site.cpu)
-    if job.slice_name is not None:
-        site = sliced(site, job.slice_name)
+    if job.gpus and isinstance(part := job.gpus[0], str):
+        site = sliced(site, part)
     if not site.probe:
         return site, on_site(plan, site)
     partitions = slurm.sinfo(slurm.SINFO_FORMAT)
@@ -194,7 +194,7 @@ def _plan(submission: Submission) -> Plan:
     job = submission.job
     if job.gpus == FEWEST:
         raise UsageError("--gpus auto is for trainings that grappe submit starts: give a number here, as --gpus 2")
-    gpus = None if not job.gpus else 1 if job.slice_name is not None else int(job.gpus[0])
+    gpus = next((1 if isinstance(number, str) else number for number in job.gpus), None)
     if submission.command == SCRIPT:
         number = job.processes or gpus or 1
         if gpus == 0:

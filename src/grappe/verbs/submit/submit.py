@@ -237,11 +237,11 @@ def _warnings(script: Script) -> Iterator[str]:
             f"--time: a job of {script.layout.seconds} s saves {notice(script.layout.seconds)} s before its end, and a "
             f"start takes a minute or two: each may train little before the next. Give {SHORTEST // 60}m or more"
         )
-    usual, stage = script.site.ask.usual_minutes, script.job.stage
-    if usual and script.layout.seconds < usual * 60:
-        yield f"--time: {script.site.name} wants jobs of at least {usual} minutes, and shorter ones for tests alone"
-    if script.site.job.local_is_memory and stage is not None:
-        yield f"--stage={stage}: {script.site.job.local} of {script.site.name} is memory, and the job then has less"
+    site = script.site
+    if site.ask.usual_minutes and script.layout.seconds < 60 * site.ask.usual_minutes:
+        yield f"--time: {site.name} wants jobs of at least {site.ask.usual_minutes} minutes, and shorter ones as tests"
+    if site.job.local_is_memory and script.job.stage is not None:
+        yield f"--stage: {site.job.local} of {site.name} is memory, of which the job then has less"
     if script.environment == "here":
         yield from unfit_packages()
     node = script.site.node
