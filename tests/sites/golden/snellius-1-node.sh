@@ -2,6 +2,7 @@
 # Made by: grappe submit --site snellius -- train digits epochs=3
 # Snellius, A100, SURF. 4 processes on 1 node, plan: replicate=4
 # 4 GPUs for at most 00:30:00: 2 GPU-hours, 256 SBU
+# Unconfirmed, job.environment: not stated
 # Unconfirmed, ask.gpus: inferred: Slurm's own option
 # Unconfirmed, ask.account: not stated
 # Unconfirmed, node.gpu: the memory of a GPU is from memory

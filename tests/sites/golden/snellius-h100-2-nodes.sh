@@ -2,6 +2,7 @@
 # Made by: grappe submit --site snellius-h100 -- train digits epochs=3
 # Snellius, H100, SURF. 8 processes on 2 nodes, plan: replicate=8
 # 8 GPUs for at most 00:30:00: 4 GPU-hours, 768 SBU
+# Unconfirmed, job.environment: not stated
 # Unconfirmed, ask.gpus: inferred: Slurm's own option
 # Unconfirmed, ask.account: not stated
 # Unconfirmed, node.gpu: the memory of a GPU is from memory

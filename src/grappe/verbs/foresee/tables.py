@@ -208,6 +208,7 @@ def as_json(times: PlanTimes) -> dict[str, Any]:
     return {
         "kind": "times",
         "gpu": times.gpu,
+        "unit": times.unit,
         "plans": [
             dataclasses.asdict(timed)
             | {"time": timed.time and {**dataclasses.asdict(timed.time), "total": timed.time.total}}
