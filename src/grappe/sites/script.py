@@ -191,7 +191,8 @@ def _head(script: Script) -> str:
     notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]
     notes += [f"{cost(site, layout)}{f', {script.job.chain} times' if script.job.chain else ''}"]
     notes += [note for note in (script.torch, script.time_note) if note]
-    notes += [f"Unconfirmed, {fact}: {why}" for fact, why in site.unconfirmed.items() if not fact.startswith("storage")]
+    marks = [mark for mark in site.unconfirmed.items() if not mark[0].startswith(("storage", "slice"))]
+    notes += [f"Unconfirmed, {fact}: {why}" for fact, why in marks]
     options = [f"--job-name={script.name}", *resource_options(site, layout, script.job.account)]
     options += [
         *([f"--signal=B:USR2@{notice(layout.seconds)}"] if script.saves else []),

@@ -3,7 +3,6 @@
 # Narval, Digital Research Alliance of Canada. 1 process on 1 node
 # 1 GPU for at most 00:30:00: 0.5 GPU-hours, 2 RGU-hours
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
-# Unconfirmed, slice: the fraction alone is inferred: the sevenths that the profile names, as the charge has them
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc
 #SBATCH --nodes=1

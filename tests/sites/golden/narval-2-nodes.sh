@@ -3,7 +3,6 @@
 # Narval, Digital Research Alliance of Canada. 8 processes on 2 nodes, plan: replicate=8
 # 8 GPUs for at most 00:30:00: 4 GPU-hours, 16 RGU-hours
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
-# Unconfirmed, slice: the fraction alone is inferred: the sevenths that the profile names, as the charge has them
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc
 #SBATCH --nodes=2

@@ -3,7 +3,6 @@
 # Narval, Digital Research Alliance of Canada. 4 processes on 1 node, plan: replicate=4
 # 4 GPUs for at most 00:30:00: 2 GPU-hours, 8.01 RGU-hours
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
-# Unconfirmed, slice: the fraction alone is inferred: the sevenths that the profile names, as the charge has them
 #SBATCH --job-name=other-1
 #SBATCH --account=def-abc
 #SBATCH --nodes=1
