@@ -107,7 +107,8 @@ def site_texts(site: Site) -> Iterator[str]:
     """Yields the words of a site's file, without their numbers."""
     if "," not in site.title:
         yield site.title
-    yield from (text for text in (site.retired, *site.unconfirmed.values()) if text and not URL.match(text))
+    texts = (site.retired, site.job.proxy, *site.note, *site.unconfirmed.values())
+    yield from (text for text in texts if text and not URL.match(text))
     for storage in site.storage:
         places = itertools.chain(["{number}"], (f"{{number{index}}}" for index in itertools.count(2)))
         if storage.holds:

@@ -53,7 +53,7 @@ class Job:
 
 def submit(
     commands: str | Iterable[str],
-    gpus: int | Iterable[int] | None = None,
+    gpus: int | str | Iterable[int] | None = None,
     *,
     run: Path | str | None = None,
     **options: Any,
@@ -63,7 +63,7 @@ def submit(
     Args:
         commands: one or more texts of arguments after `grappe train`: "digits lr=0.2 --plan precision=bf16". A task of
             a notebook's cell must be in a file: a job may start after the notebook has ended.
-        gpus: the total number of GPUs, or several numbers for a sweep; None: as each plan says.
+        gpus: the total number of GPUs, several numbers for a sweep, or a slice's name; None: as each plan says.
         run: the run's folder; None makes a new one, as `--run` among the commands' words does.
         options: the other fields of JobOptions, as `grappe submit` has them: site, account, time, ...
 
@@ -71,7 +71,7 @@ def submit(
         GrappeError: a command or an option is wrong, or sbatch rejects a job.
     """
     several = [commands] if isinstance(commands, str) else list(commands)
-    numbers = (gpus,) if isinstance(gpus, int) else tuple(gpus or ())
+    numbers = (gpus,) if isinstance(gpus, int | str) else tuple(gpus or ())
     job = JobOptions(gpus=numbers, **options)
     submissions = [read_submission(("train", *shlex.split(command)), job, app) for command in several]
     if run is not None:

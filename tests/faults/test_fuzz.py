@@ -241,6 +241,7 @@ GOOD = {
 PARTS_OF_SITES = """
 detect sources unconfirmed job queue probe retired node.gpus node.memory_gb ask.options ask.max_hours ask.accounts
 ask.part_nodes job.modules job.variables job.local job.environment job.mps detect.X unconfirmed.node sources.ask
+like slice charge note ask.max_gpus_of ask.gpu_cores charge.unit charge.gpu job.proxy
 """
 SITE_KEYS = [*GOOD, *PARTS_OF_SITES.split()]
 

@@ -1,14 +1,17 @@
 """A plan on a site's nodes: what it asks for, and one message with the fix where it cannot be."""
 
+import dataclasses
+
 import pytest
 
 from grappe import sites
 from grappe.contrib.slurm import slurm
+from grappe.contrib.slurm.script import cost, resource_options
 from grappe.errors import GrappeError, PlanError
 from grappe.fields import NumberRange
 from grappe.plan import Plan
-from grappe.sites.layout import fit, layout, stretched
-from grappe.sites.sbatch import JobOptions
+from grappe.sites.layout import fit, layout, sliced, stretched
+from grappe.sites.sbatch import JobOptions, gpu_counts
 
 ACCOUNTS = {
     "narval": "def-x",
@@ -39,7 +42,7 @@ def made(site: str, plan: str, **wish):
 def test_a_plan_on_nodes(site: str, plan: str, wish: dict, nodes, processes, gpus, cores, hours) -> None:
     found = made(site, plan, **wish)
     assert (found.nodes, found.processes, found.gpus, found.cores) == (nodes, processes, gpus, cores)
-    assert (found.gpu_hours if gpus else found.core_hours) == hours
+    assert f": {hours:.3g} " in cost(sites.find(site), found)
 
 
 def test_memory_is_the_nodes_share_or_that_of_the_cores() -> None:
@@ -52,7 +55,7 @@ def test_a_range_of_nodes_has_a_plan_for_each_number_that_can_be() -> None:
     assert {nodes: str(plan) for nodes, plan in found.sizes.items()} == {
         nodes: f"replicate={2 * nodes},tensor=2" for nodes in (2, 3, 4, 5)
     }
-    assert (found.nodes, found.most_nodes, found.processes, found.gpus, found.gpu_hours) == (2, 5, 4, 4, 40.0)
+    assert (found.nodes, found.most_nodes, found.processes, found.gpus) == (2, 5, 4, 4)
     sharded = made("narval", "shard=4,exact=8", nodes=NumberRange(1, 3)).sizes
     assert {nodes: str(plan) for nodes, plan in sharded.items()} == {1: "shard=4,exact=8", 2: "shard=8,exact=8"}
     with pytest.raises(PlanError, match="3 processes: only replicate of the plan tensor=2 changes"):
@@ -96,7 +99,6 @@ def test_gpus_make_a_plan() -> None:
         ("lumi", "replicate=40", {"time": "49h"}, "no queue of lumi admits it. small-g: at most 4 nodes"),
         ("jean-zay-v100", "", {"queue": "qos_gpu_t3"}, "no queue 'qos_gpu_t3': did you mean qos_gpu-t3"),
         ("jean-zay-v100", "", {"queue": "qos_gpu-dev", "time": "7201s"}, "at most 2 h"),
-        ("cedar", "", {"account": "def-x"}, "its successor is fir"),
         ("narval-cpu", "replicate=2,device=cpu", {"cores": 33}, "those of narval-cpu have 64"),
         ("narval-cpu", "", {}, "add device=cpu"),
     ],
@@ -128,3 +130,61 @@ def test_a_range_ends_at_the_nodes_that_a_site_has() -> None:
         GrappeError, match="takes 4 nodes, spare ones included, and generic has 3: use a range that ends at 2"
     ):
         layout(Plan(replicate=4), site, JobOptions(nodes=NumberRange(1, 3), spare=1))
+
+
+@pytest.mark.parametrize(
+    ("site", "name", "asked"),
+    [
+        ("narval", "a100_3g.20gb", "a100_3g.20gb"),
+        ("narval", "3g.20gb", "a100_3g.20gb"),
+        ("rorqual", "h100_1g.10gb", "nvidia_h100_80gb_hbm3_1g.10gb"),
+        ("nibi", "h100_2.20", "nvidia_h100_80gb_hbm3_2g.20gb"),
+        ("nibi", "h100_40gb", "nvidia_h100_80gb_hbm3_3g.40gb"),
+        ("fir", "1g.10gb", "nvidia_h100_80gb_hbm3_1g.10gb"),
+    ],
+)
+def test_a_slice_is_asked_for_by_its_own_name_with_the_cores_and_memory_of_its_site(site, name, asked) -> None:
+    assert gpu_counts(name, "--gpus") == (name,)
+    place = sliced(sites.find(site), name)
+    job = JobOptions(account="def-x", gpus=(name,))
+    found = layout(Plan(), place, job)
+    assert (found.gpus, found.cores, found.memory_gb) == (1, place.node.slice.cores, place.node.slice.memory_gb)
+    assert resource_options(place, found, "def-x")[-3:-1] == [f"--gpus={asked}:1", f"--mem={found.memory_gb}G"]
+    for plan, wish in (("replicate=2", {}), ("replicate=2,per_device=2", {}), ("", {"spare": 1})):
+        with pytest.raises(PlanError, match=f"{asked} is a slice of a GPU, for one process: slices have no link"):
+            layout(Plan.parse(plan), place, dataclasses.replace(job, **wish))
+
+
+def test_a_name_of_no_slice() -> None:
+    with pytest.raises(
+        GrappeError, match=r"--gpus=a100_1g.10gb: narval has no such slice of a GPU: did you mean a100_"
+    ):
+        sliced(sites.find("narval"), "a100_1g.10gb")
+    with pytest.raises(GrappeError, match=r"--gpus=h100_1g.10gb: trillium .* gives whole GPUs alone: write a number"):
+        sliced(sites.find("trillium"), "h100_1g.10gb")
+    for text in ("two", "1,x", "-1", "h100", "1g"):
+        with pytest.raises(GrappeError, match="--gpus"):
+            gpu_counts(text, "--gpus")
+
+
+@pytest.mark.parametrize(
+    ("queue", "plan", "cores", "memory"),
+    [("long", "", 12, 250), ("main", "", 8, 48), ("main", "replicate=2", 4, 48), ("unkillable", "", 6, 32)],
+)
+def test_a_queue_with_few_cores_gives_a_job_these(queue: str, plan: str, cores: int, memory: int) -> None:
+    found = made("mila", plan, queue=queue)
+    assert (found.cores, found.memory_gb) == (cores, memory)
+
+
+@pytest.mark.parametrize(
+    ("wish", "memory"),
+    [
+        ({"mem": "32G"}, 32),
+        ({"mem": "2048"}, 2),
+        ({"mem_per_cpu": "512M"}, 6),
+        ({"mem": "1T"}, 1024),
+        ({"mem": "0"}, 498),
+    ],
+)
+def test_the_users_memory_counts(wish: dict, memory: float) -> None:
+    assert made("narval", "", **wish).memory_gb == memory

@@ -11,6 +11,7 @@ from grappe import sites
 from grappe.contrib.slurm.script import render
 from grappe.errors import UsageError
 from grappe.launch.safe_console import SafeConsole
+from grappe.sites import schema
 from grappe.verbs.catalogue import site_list
 from tests.contrib.slurm.golden import script
 
@@ -98,6 +99,15 @@ def test_a_users_own_site_wins_also_behind_a_link(own: Path, tmp_path: Path) -> 
         ("[ask]", "# " + "x" * 70000 + "\n[ask]", "has more than 65,536 bytes"),
         ("[ask]", '[ask]\naccount = ["optional"]', "ask.account="),
         ("[ask]", "[ask]\naccount = {}", "ask.account="),
+        ("[ask]", '[ask]\nmax_gpus_of = {"def-*" = "many"}', "ask.max_gpus_of.def-*='many' is not a whole number"),
+        (
+            "[ask]",
+            '[[slice]]\nname = "a; touch x"\ngpu_gb = 5\nfraction = 0.1\ncores = 1\nmemory_gb = 1\ncharge = 1\n[ask]',
+            "is not the name of a slice",
+        ),
+        ("[ask]", '[charge]\nunit = "euros"\ngpu = 1\n[ask]', "charge.unit='euros' is not one of 'RGU-hours'"),
+        ("[ask]", '[charge]\nunit = "SBU"\n[ask]', "charge.gpu is missing"),
+        ("[ask]", '[ask]\ngpu_cores = "most"', "ask.gpu_cores='most' is not one of"),
     ],
 )
 def test_a_mistake_is_named(own: Path, old: str, new: str, words: str) -> None:
@@ -153,3 +163,18 @@ def test_login_nodes_are_known_by_their_variables() -> None:
     assert sites.current({"CC_CLUSTER": "narval"}) == "narval"
     assert sites.current({"NERSC_HOST": "perlmutter"}) == "perlmutter"
     assert sites.current({}) == "generic"
+
+
+def test_a_file_that_is_like_a_shipped_one_has_its_facts_and_its_own(own: Path) -> None:
+    (own / "narval.toml").write_text('like = "narval"\ntitle = "Mine"\n[node]\ncores = 40\n[job]\nmodules = ["a/1"]\n')
+    found, base = sites.find("narval"), schema.site("narval", sites._content(sites.SHIPPED / "narval.toml"), "narval")
+    assert (found.title, found.node.cores, found.node.gpus, found.job.modules) == ("Mine", 40, 4, ("a/1",))
+    assert (found.storage, found.slice, found.charge, found.ask) == (base.storage, base.slice, base.charge, base.ask)
+    assert "_alliance" not in sites.files()
+
+
+@pytest.mark.parametrize("value", ['"../narval"', '"narvall"', '""', '["narval"]', "1", '"/etc/passwd"', '"a\\nb"'])
+def test_a_file_is_like_no_other_file(own: Path, value: str) -> None:
+    (own / "mine.toml").write_text(f"like = {value}\n{GOOD}")
+    with pytest.raises(UsageError, match=r"mine\.toml: like=.* is not the name of a site that grappe has"):
+        sites.find("mine")

@@ -22,7 +22,7 @@ class Shape:
     cpus: int
     megabytes: int
     gres: str
-    """`gpu:a100:4`, or nothing."""
+    """`gpu:a100:4`, several with commas between, or nothing."""
     minutes: int
     features: str = ""
 
@@ -67,8 +67,8 @@ def gres_conf(folder: Path, shapes: Sequence[Shape]) -> str:
     lines = ["AutoDetect=off"]
     lines += [f"NodeName={node} Name=gpu File={folder}/g[0-{GPUS - 1}]" for node in NODES]
     for shape in shapes:
-        if shape.gres:
-            _, *kind, count = shape.gres.split(":")
+        for gres in filter(None, shape.gres.split(",")):
+            _, *kind, count = gres.split(":")
             model = f"Type={kind[0]} " if kind else ""
             lines.append(f"NodeName={_hosts(shape)} Name=gpu {model}Count={count}")
     return "\n".join(lines) + "\n"

@@ -7,10 +7,11 @@ import pytest
 
 from grappe import sites
 from grappe.contrib.slurm.script import render
+from grappe.sites.layout import sliced
 from tests.contrib.slurm.golden import MORE, SIZES, others, script, with_job
 from tests.patience import PATIENCE_SECONDS
 from tests.slurm.cluster import Cluster
-from tests.slurm.shapes import hours, live
+from tests.slurm.shapes import hours, live, slices
 
 
 def judge(text: str, partition: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -27,13 +28,25 @@ def test_a_real_sbatch_judges(cluster: Cluster, tmp_path: Path, site) -> None:
         assert said.returncode == 0, f"{size}: {said.stderr}"
     whole = script(site, "1-node").layout
     for changes in (
-        *([{"gpus": whole.gpus + 1}] if whole.gpus else []),
+        *([{"gpus": whole.gpus + 1}] if site.ask.gpus else []),
         {"seconds": int((hours(site) + 1) * 3600)},
         {"cores": whole.cores + 1},
         {"nodes": 3},
     ):
         said = judge(render(script(site, "1-node", **changes)), site.name, tmp_path)
         assert said.returncode != 0, f"{changes} were accepted: {said.stderr}"
+
+
+@pytest.mark.parametrize("site", [site for site in live() if site.slice], ids=lambda site: site.name)
+def test_a_real_sbatch_knows_the_names_of_slices(cluster: Cluster, tmp_path: Path, site) -> None:
+    for part in site.slice:
+        text = render(script(sliced(site, part.name), "1-gpu"))
+        said = judge(text, slices(site), tmp_path)
+        assert said.returncode == 0, said.stderr
+        option = f"--gpus={part.name}:1"
+        for other in (option.replace("gb:1", "gb:5"), option.replace("gb:1", "gbx:1"), "--gpus=whole:1"):
+            said = judge(text.replace(option, other), slices(site), tmp_path)
+            assert said.returncode != 0, f"{other} was accepted: {said.stderr}"
 
 
 @pytest.mark.parametrize("end", others(sites.find("narval")))

@@ -8,8 +8,10 @@ import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from grappe.errors import UsageError, nearest
+from grappe.errors.foreign_text import printable
 from grappe.sites import schema
 from grappe.sites.schema import Site
 
@@ -39,11 +41,14 @@ def files() -> dict[str, Path]:
     return files_by_name
 
 
-def find(name: str) -> Site:
+def find(name: str, *, retired: bool = True) -> Site:
     """Reads the site called `name`.
 
+    Args:
+        retired: whether it may be one that takes no jobs any more.
+
     Raises:
-        UsageError: there is no such site, or its file is wrong.
+        UsageError: there is no such site, its file is wrong, or it is retired; the message names its successor.
     """
     files_by_name = files()
     if name not in files_by_name:
@@ -52,6 +57,14 @@ def find(name: str) -> Site:
             "(see docs/another-cluster.md), or --site generic"
         )
     file = files_by_name[name]
+    site = schema.site(name, _content(file), str(file))
+    if site.retired and not retired:
+        raise UsageError(f"{site.name} is retired: {site.retired}. There is: grappe sites")
+    return site
+
+
+def _content(file: Path) -> dict[str, Any]:
+    """Reads a site's file, completed by that of the shipped file that it is `like`; its own values count."""
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is not waited for
         try:
@@ -68,7 +81,19 @@ def find(name: str) -> Site:
         content = tomllib.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # ValueError: also of an integer of thousands of digits
         raise UsageError(f"{file}: {error}") from error
-    return schema.site(name, content, str(file))
+    like = content.pop("like", None)
+    if like is None:
+        return content
+    name = like.removeprefix("_") if isinstance(like, str) else ""  # no site: what several share
+    if not NAME.fullmatch(name) or not (shipped := SHIPPED / f"{like}.toml").is_file():
+        raise UsageError(f"{file}: like={printable(like, 80)!r} is not the name of a site that grappe has")
+    return _merged(_content(shipped), content)
+
+
+def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Merges tables, and takes all else from `own` where it has it."""
+    tables = {key for key in base.keys() & own.keys() if isinstance(base[key], dict) and isinstance(own[key], dict)}
+    return {**base, **own, **{key: _merged(base[key], own[key]) for key in tables}}
 
 
 def current(environment: Mapping[str, str] = os.environ) -> str:

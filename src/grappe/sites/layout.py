@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import math
+import re
 from collections.abc import Mapping
 
-from grappe.errors import PlanError, UsageError, nearest
+from grappe.errors import GrappeError, PlanError, UsageError, nearest
 from grappe.fields import NumberRange
 from grappe.plan import Plan
 from grappe.sites.sbatch import JobOptions
-from grappe.sites.schema import Node, Queue, Site
+from grappe.sites.schema import GPUS, Node, Queue, Site
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class Layout:
     """GPUs on each node; 0: none."""
     cores: int
     """Cores of each process."""
-    memory_gb: int | None
+    memory_gb: float | None
     """Memory of each node in GB; None: not requested."""
     seconds: int
     queue: Queue | None
@@ -39,15 +41,54 @@ class Layout:
         """Returns the number of nodes that the job takes at most, spares included."""
         return max(self.sizes, default=self.nodes) + self.spare
 
-    @property
-    def gpu_hours(self) -> float:
-        """Computes the job's cost in GPU-hours, if it uses all of its time."""
-        return self.most_nodes * self.gpus * self.seconds / 3600
 
-    @property
-    def core_hours(self) -> float:
-        """Computes the job's cost in core-hours, for jobs without GPUs."""
-        return self.most_nodes * self.processes * self.cores * self.seconds / 3600
+def charge(site: Site, layout: Layout) -> float | None:
+    """Computes a job's charge in the site's unit, if it uses all of its time; None: the site's file has no table.
+
+    It is that of the dearest part of what the job holds, times its time. Whole nodes are held with all that they have.
+    Of the Alliance it is max(ΣRGU, cores / cores per RGU, GB / GB per RGU) x time ("Allocations and compute
+    scheduling", 2026-09-27); of CINECA max(cores, 8 x GPUs) core-hours; of Isambard-AI the largest share of a node; of
+    CSC 200 billing units and of SURF 128 SBU for a GPU's hour.
+    """
+    table, node = site.charge, site.node
+    if table is None or node is None:
+        return None
+    cores, memory = layout.processes * layout.cores, layout.memory_gb or 0.0
+    if layout.gpus and _gives_whole(site, layout.queue) and layout.gpus == node.gpus:
+        cores, memory = node.cores, float(node.memory_gb or 0)
+    parts = [
+        layout.gpus * table.gpu,
+        cores / (table.cores_per_unit or math.inf),
+        memory / (table.gb_per_unit or math.inf),
+    ]
+    return max(parts) * layout.most_nodes * layout.seconds / 3600
+
+
+def hourly_charge(plan: Plan, site: Site, job: JobOptions | None = None) -> float | None:
+    """Computes an hour's charge of a plan in the site's unit; None: unknown, or the site forbids such a job."""
+    ask = dataclasses.replace(site.ask, account="none", min_minutes=None)
+    hour = dataclasses.replace(job or JobOptions(), time="60m", queue=None)
+    with contextlib.suppress(GrappeError):
+        return charge(site, layout(plan, dataclasses.replace(site, ask=ask), hour))
+    return None
+
+
+def sliced(site: Site, name: str) -> Site:
+    """Returns the site with the slice that a user calls `name` in place of GPUs: a job has one of them.
+
+    Raises:
+        UsageError: the site has no such slice.
+    """
+    called = {part: (part.name, *part.synonyms, part.name.rpartition("_")[2]) for part in site.slice}
+    part = next((part for part, names in called.items() if name in names), None)
+    if part is None or site.node is None:
+        names = [name for names in called.values() for name in names]
+        which = nearest(name, names) if names else "it gives whole GPUs alone: write a number"
+        raise UsageError(f"--gpus={name}: {site.name} has no such slice of a GPU: {which}")
+    node = dataclasses.replace(site.node, slice=part, cores_per_gpu=part.cores, memory_per_gpu_gb=part.memory_gb)
+    ask = dataclasses.replace(site.ask, gpus=f"--gpus={part.name}:{GPUS}")
+    table = site.charge and dataclasses.replace(site.charge, gpu=part.charge)
+    return dataclasses.replace(site, node=node, ask=ask, charge=table)
 
 
 def fit(plan: Plan, gpus: int | None) -> Plan:
@@ -122,13 +163,11 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
         plans = sizes(plan, nodes_asked)
         largest = layout(plans[max(plans)], site, dataclasses.replace(job, nodes=max(plans)))
         return dataclasses.replace(fewest, sizes=plans, queue=largest.queue)
-    if site.retired:
-        raise UsageError(f"{site.name} is retired: {site.retired}. There is: grappe sites")
     node = site.node
     assert node is not None, "a probed site has its node by now"
     check_account(site, job.account)
     seconds = int(job.seconds or site.ask.default_minutes * 60)
-    gpus = 0 if plan.device == "cpu" else _gpus(plan, site)
+    gpus = 0 if plan.device == "cpu" else _gpus(plan, site, job)
     if gpus and node.vendor == "amd":
         if plan.precision == "tf32":
             raise PlanError(f"precision=tf32 is NVIDIA's, and {site.name} has AMD's GPUs: use precision=bf16, or fp32")
@@ -153,17 +192,24 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
         )
     if least and seconds < least * 60:
         raise UsageError(f"--time: {site.name} requires at least {least} minutes")
+    if site.ask.max_jobs and job.chain > site.ask.max_jobs:
+        raise UsageError(f"--chain={job.chain}: {site.name} lets a user have {site.ask.max_jobs} jobs: use fewer")
     _check_whole(site, node, queue, all_nodes, per_node)
     processes = plan.processes // nodes
-    cores = job.cores or _cores(plan, node, per_node, processes)
+    cores = job.cores or _cores(plan, node, per_node, processes, queue)
     if cores * processes > node.cores:
         raise UsageError(f"--cores={cores} for {processes} processes on a node: those of {site.name} have {node.cores}")
+    memory = _memory(node, per_node, processes * cores)
+    if queue is not None and queue.max_memory_gb and memory:
+        memory = min(memory, queue.max_memory_gb // all_nodes)
+    if per_node:
+        _check_gpu_cores(site, node, queue, per_node, processes, cores)
     return Layout(
         nodes=nodes,
         processes=processes,
         gpus=per_node,
         cores=cores,
-        memory_gb=_memory(node, per_node, processes * cores),
+        memory_gb=_requested(job, node, processes * cores) or memory,
         seconds=seconds,
         queue=queue,
         sizes={nodes: plan} if job.spare else {},
@@ -188,26 +234,31 @@ def longest(layout: Layout, site: Site, job: JobOptions) -> int | None:
 
 def check_account(site: Site, account: str | None) -> None:
     """Raises UsageError if the account is missing, or does not have the form of this site's accounts."""
-    forms = f" (of the form {' or '.join(site.ask.accounts)})" if site.ask.accounts else ""
-    if account is None:
-        if site.ask.account == "required":
-            raise UsageError(f"{site.name} needs an account: --account NAME{forms}")
-        return
-    if site.ask.accounts and not any(fnmatch.fnmatchcase(account, form) for form in site.ask.accounts):
-        raise UsageError(
-            f"--account={account}: accounts of {site.name} are of the form {' or '.join(site.ask.accounts)}"
-        )
+    forms = " or ".join(site.ask.accounts)
+    if account is None and site.ask.account == "required":
+        raise UsageError(f"{site.name} needs an account: --account NAME{f' (of the form {forms})' if forms else ''}")
+    if account is not None and forms and not any(fnmatch.fnmatchcase(account, form) for form in site.ask.accounts):
+        raise UsageError(f"--account={account}: accounts of {site.name} are of the form {forms}")
 
 
-def _gpus(plan: Plan, site: Site) -> int:
+def _gpus(plan: Plan, site: Site, job: JobOptions) -> int:
     if plan.processes % plan.per_device:
         raise PlanError(
             f"{plan.processes} processes do not share GPUs by per_device={plan.per_device}: "
             f"choose degrees whose product is a multiple of {plan.per_device}"
         )
     gpus = plan.processes // plan.per_device
-    if site.ask.max_gpus and gpus > site.ask.max_gpus:
-        raise UsageError(f"the plan needs {gpus} GPUs, a job on {site.name} may have {site.ask.max_gpus}: use fewer")
+    part = site.node.slice if site.node else None
+    if part and (plan.processes > 1 or job.spare):
+        raise PlanError(
+            f"{part.name} is a slice of a GPU, for one process: slices have no link to each other, {site.name} gives a "
+            f"job one, and two processes would halve it; this plan has {plan.processes}: use --gpus {gpus}, or a plan "
+            "of one process"
+        )
+    own = [most for form, most in site.ask.max_gpus_of.items() if fnmatch.fnmatchcase(job.account or "", form)]
+    most = min([*own, site.ask.max_gpus or gpus])
+    if gpus > most:
+        raise UsageError(f"the plan needs {gpus} GPUs, a job on {site.name} may have {most}: use fewer")
     return gpus
 
 
@@ -265,6 +316,8 @@ def _queue(site: Site, name: str | None, nodes: int, gpus: int, seconds: int) ->
 def _refusal(queue: Queue, nodes: int, gpus: int, seconds: int) -> str | None:
     if queue.max_hours and seconds > queue.max_hours * 3600:
         return f"at most {_hours(queue.max_hours)}, this job asks for {_hours(seconds / 3600)}"
+    if queue.min_gpus and nodes * gpus < queue.min_gpus:
+        return f"at least {queue.min_gpus} GPUs, this job asks for {nodes * gpus}"
     if queue.max_gpus and nodes * gpus > queue.max_gpus:
         return f"at most {queue.max_gpus} GPUs, this job asks for {nodes * gpus}"
     if queue.max_nodes and nodes > queue.max_nodes:
@@ -272,9 +325,24 @@ def _refusal(queue: Queue, nodes: int, gpus: int, seconds: int) -> str | None:
     return None
 
 
+def _gives_whole(site: Site, queue: Queue | None) -> bool:
+    """Returns whether a job of several GPUs holds whole nodes."""
+    return site.ask.whole_nodes if queue is None or queue.whole_nodes is None else queue.whole_nodes
+
+
+def _check_gpu_cores(site: Site, node: Node, queue: Queue | None, gpus: int, processes: int, cores: int) -> None:
+    """Checks the cores of a part of a node, where the scheduler refuses other numbers for each GPU."""
+    least, total = gpus * (node.cores_per_gpu or 0), processes * cores
+    rule = "" if _gives_whole(site, queue) else site.ask.gpu_cores
+    if (rule and total < least) or (rule == "exact" and total > least):
+        raise UsageError(
+            f"{site.name} takes {'exactly' if rule == 'exact' else 'at least'} {node.cores_per_gpu} cores for each "
+            f"GPU, and the job has {total} for {gpus}: leave --cores out, or use processes whose number divides {least}"
+        )
+
+
 def _check_whole(site: Site, node: Node, queue: Queue | None, nodes: int, gpus: int) -> None:
-    whole_nodes = site.ask.whole_nodes if queue is None or queue.whole_nodes is None else queue.whole_nodes
-    if not whole_nodes or gpus in (0, node.gpus) or (nodes == 1 and gpus in site.ask.part_nodes):
+    if not _gives_whole(site, queue) or gpus in (0, node.gpus) or (nodes == 1 and gpus in site.ask.part_nodes):
         return
     where = f"{site.name}, {queue.name}" if queue else site.name
     parts = "".join(f"{part} or " for part in site.ask.part_nodes)
@@ -284,10 +352,10 @@ def _check_whole(site: Site, node: Node, queue: Queue | None, nodes: int, gpus: 
     )
 
 
-def _cores(plan: Plan, node: Node, gpus: int, processes: int) -> int:
+def _cores(plan: Plan, node: Node, gpus: int, processes: int, queue: Queue | None) -> int:
     """Computes each process's cores: its GPU's share of the node; without GPUs, one per thread and data worker."""
     if gpus:
-        total = node.cores_of(gpus)
+        total = min(node.cores_of(gpus), (queue.max_cores if queue else None) or node.cores)
         cores = total // processes
         if not cores:
             raise PlanError(
@@ -307,6 +375,15 @@ def _memory(node: Node, gpus: int, cores: int) -> int | None:
     if gpus:
         return gpus * (node.memory_per_gpu_gb or node.memory_gb // node.gpus)
     return max(1, node.memory_gb * cores // node.cores)
+
+
+def _requested(job: JobOptions, node: Node, cores: int) -> float | None:
+    """Gigabytes of each node by the user's --mem or --mem-per-cpu, as Slurm reads them; None: by neither."""
+    for text, times in ((job.mem, 1), (job.mem_per_cpu, cores)):
+        if match := re.fullmatch(r"(\d{1,9})([KMGT]?)", text or "", re.ASCII):
+            unit = 1024.0 ** ("KMGT".index(match[2] or "M") - 2)
+            return times * int(match[1]) * unit or node.memory_gb  # 0: all of it
+    return None
 
 
 def _hours(hours: float) -> str:

@@ -67,15 +67,21 @@ FEWEST = (-1,)
 """The numbers of GPUs of --gpus auto, until they are foreseen."""
 
 
-def gpu_counts(text: str, name: str) -> tuple[int, ...]:
-    """Converts the text of --gpus: numbers, a NumberRange, or FEWEST."""
+SLICE = re.compile(r"[A-Za-z]\w*_[\w.]+|\d+g\.\d+gb", re.ASCII)
+"""The name of a slice of a GPU, or its profile alone."""
+
+
+def gpu_counts(text: str, name: str) -> tuple[int | str, ...]:
+    """Converts the text of --gpus: numbers, a NumberRange, FEWEST, or the name of a slice of a GPU."""
     if text == AUTO:
         return FEWEST
+    if SLICE.fullmatch(text):
+        return (text,)
     counts = number_or_range(text, name) if "-" in text else whole_numbers(text, name, least=0)
     return (counts,) if isinstance(counts, int) else counts
 
 
-GpuCounts = Annotated[tuple[int, ...], TextForm(gpu_counts), Parameter(metavar="N or N-M")]
+GpuCounts = Annotated[tuple[int | str, ...], TextForm(gpu_counts), Parameter(metavar="N or N-M")]
 NodeCount = Annotated[Numbers, Parameter(accepts_keys=False, metavar="N or N-M")]
 
 
@@ -98,8 +104,9 @@ class JobOptions:
     spare: int = 0
     """Number of nodes more than are used: they idle, and cost, until they take the place of one that fails."""
     gpus: GpuCounts = ()
-    """Total number of GPUs; 1,2,4: a job for each number; 2-8: as many as are free; 0: CPUs only; auto: the fewest of a
-    node whose memory is enough for the training. Default: as the plan needs."""
+    """Total number of GPUs; 1,2,4: a job for each number; 2-8: as many as are free; 0: CPUs only; a slice's name: that
+    part of a GPU; auto: the smallest slice, or the fewest GPUs of a node, that is enough for the training. Default: as
+    the plan needs."""
     processes: int | None = None
     """Number of processes of your own script. Default: one for each GPU."""
     cores: int | None = None

@@ -38,6 +38,39 @@ LONGEST, MOST_ENTRIES, LARGEST = 500, 100, 1e6  # of a text, of a list or table,
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A part of a GPU that a job requests in place of GPUs; a job has one, and slices have no link to each other."""
+
+    name: str
+    """Name that Slurm knows it by: "a100_1g.5gb"."""
+    synonyms: tuple[str, ...] = ()
+    """Other names that the site accepts; its profile, the part of a name behind the last "_", needs none."""
+    gpu_gb: int
+    """Memory of the slice, in GB."""
+    fraction: float
+    """Share of the GPU's computing units that the slice has."""
+    cores: int
+    """Cores that the site recommends for a job."""
+    memory_gb: int
+    """Memory of the node that the site recommends for a job, in GB."""
+    charge: float
+    """Units of the site's charge for an hour of the slice."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Charge:
+    """The table by which a site charges an hour of what a job holds: its dearest part counts (see layout.charge)."""
+
+    unit: Literal["RGU-hours", "billing units", "core-hours", "GPU-hours", "node-hours", "SBU"]
+    gpu: float
+    """Units of a GPU."""
+    cores_per_unit: float | None = None
+    """Number of cores that cost a unit; None: cores are not counted."""
+    gb_per_unit: float | None = None
+    """Gigabytes of the node's memory that cost a unit; None: memory is not counted."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Node:
     """Description of one of the site's nodes."""
 
@@ -59,6 +92,8 @@ class Node:
     network: str = ""
     network_gbit: float | None = None
     """Gb/s of all of the node's network adapters together, in one direction; None: unknown."""
+    slice: Slice | None = None
+    """The slice that a job has in place of GPUs (see layout.sliced); None: whole GPUs."""
 
     def cores_of(self, gpus: int) -> int:
         """Returns the number of cores of a job that has `gpus` of the node's GPUs."""
@@ -70,7 +105,7 @@ class Ask:
     """The form in which a job requests nodes and GPUs."""
 
     gpus: str = ""
-    """The option for GPUs on each node, with {gpus} for the number; "" for CPU nodes."""
+    """The option for GPUs on each node, with {gpus} for the number; "" for CPU nodes, and where nodes are whole."""
     options: tuple[str, ...] = ()
     """Options that every job has."""
     account: Literal["required", "optional", "none"] = "optional"
@@ -84,7 +119,15 @@ class Ask:
     default_minutes: int = 60
     """The time limit when the user gives none."""
     min_minutes: int | None = None
+    usual_minutes: int | None = None
+    """Minutes below which a job should be a test."""
     max_gpus: int | None = None
+    max_gpus_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The largest number of a job's GPUs by pattern of its account, where that is less than max_gpus."""
+    max_jobs: int | None = None
+    """The largest number of a user's jobs in the queue; each task of an array counts."""
+    gpu_cores: Literal["", "least", "exact"] = ""
+    """Whether fewer cores for each GPU than cores_per_gpu are refused on a part of a node, or any other number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,8 +137,12 @@ class Queue:
     name: str
     options: tuple[str, ...]
     max_hours: float | None = None
+    min_gpus: int | None = None
     max_gpus: int | None = None
     max_nodes: int | None = None
+    max_cores: int | None = None
+    max_memory_gb: int | None = None
+    """Memory of a job in GB. A job whose share of the node is larger than this, or max_cores, gets no more."""
     only_when_named: bool = False
     whole_nodes: bool | None = None
     """Overrides the site's whole_nodes."""
@@ -113,14 +160,20 @@ class JobRules:
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     requeue: bool = True
     """Whether a job may requeue itself."""
+    login_environment: bool = False
+    """Whether environments are made on a login node alone, since jobs cannot write where they belong."""
     local: str = ""
     """Local scratch folder of a node, to which data can be staged."""
+    local_is_memory: bool = False
+    """Whether the local scratch folder is memory of the node: its files count as a job's memory."""
     scratch: str = ""
     """The shared file system for runs."""
     submit_from: str = ""
     """The folder from which jobs must be submitted, and into which they write."""
     internet: bool | None = None
-    """Whether compute nodes can reach the internet."""
+    """Whether compute nodes can reach the internet; None: unknown, or in part."""
+    proxy: str = ""
+    """The way to parts of the internet where there is no direct one, for users."""
     mps: tuple[str, ...] = ()
     """Options that MPS needs."""
 
@@ -155,13 +208,19 @@ class Site:
     """The source of the site's facts."""
     date: datetime.date
     """The date on which the facts were read."""
-    ask: Ask
+    ask: Ask = Ask()
     node: Node | None = None
     """The kind of node; None: read from the cluster (see `probe`)."""
     job: JobRules = JobRules()
     queue: tuple[Queue, ...] = ()
     storage: tuple[Storage, ...] = ()
     """The site's file systems."""
+    slice: tuple[Slice, ...] = ()
+    """Parts of GPUs that jobs can request; none: whole GPUs alone."""
+    charge: Charge | None = None
+    """The site's unit of charge, and its table; None: unknown."""
+    note: tuple[str, ...] = ()
+    """Further facts for users, a sentence each."""
     probe: Literal["", "sinfo"] = ""
     retired: str = ""
     """The reason why the site no longer accepts jobs; "" if it does."""
@@ -217,9 +276,10 @@ def _value(kind: Any, value: Any, path: str, wrong: Wrong) -> Any:
     if origin is tuple and isinstance(value, list):
         return tuple(_value(choices[0], item, f"{path}[{index}]", wrong) for index, item in enumerate(value))
     if origin in (Mapping, dict) or kind is Mapping:
-        if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
-            return {_line(key, path, wrong): _line(item, f"{path}.{key}", wrong) for key, item in value.items()}
-        raise wrong(path, " is not a table of texts")
+        if isinstance(value, dict):
+            kind = choices[1]
+            return {_line(key, path, wrong): _value(kind, item, f"{path}.{key}", wrong) for key, item in value.items()}
+        raise wrong(path, " is not a table")
     if origin is Literal:
         if isinstance(value, str) and value in choices:
             return value
@@ -267,14 +327,15 @@ def _check(made: Site, wrong: Wrong) -> None:
         (folders, PLACE, "is not a folder: write /path/of/it, or $VARIABLE/path"),
         ({"job.variables": tuple(made.job.variables)}, VARIABLE, "is not the name of a variable"),
         ({"queue.name": tuple(queue.name for queue in made.queue)}, PARTITION, "is not the name of a queue"),
+        ({"slice.name": tuple(part.name for part in made.slice)}, PARTITION, "is not the name of a slice"),
     )
     for values, form, why in forms:
         for key, texts in values.items():
             for text in texts:
                 if not form.fullmatch(text) and (text or form is not PLACE):  # no folder: there is none
                     raise wrong(key, f": {text!r} {why}")
-    has_gpus = bool(made.node.gpus if made.node else made.probe or made.retired)
-    if has_gpus and GPUS not in made.ask.gpus:
+    has_gpus = bool(made.node.gpus if made.node else made.probe)
+    if has_gpus and GPUS not in made.ask.gpus and (made.ask.gpus or not made.ask.whole_nodes):
         raise wrong("ask.gpus", f"={made.ask.gpus!r} lacks {GPUS}, for the number on each node")
     for key, texts in options.items():
         for text in texts:

@@ -108,19 +108,21 @@ def described_facts(site: Site) -> Iterator[tuple[str, str, str]]:
 
 def _marked(marks: Mapping[str, str], key: str) -> str:
     """Returns the mark of a fact, or of the table that contains it."""
-    return next((why for fact, why in marks.items() if key == fact or key.startswith(f"{fact}.")), "")
+    return next((why for fact, why in marks.items() if f"{key}.".startswith(f"{fact}.")), "")
 
 
 def _flat(path: str, content: Mapping[str, Any], site: Site) -> Iterator[tuple[str, str]]:
     for key, value in content.items():
         if isinstance(value, dict):
             yield from _flat(f"{path}{key}.", value, site)
-        elif path == "" and key == "queue":
-            for queue in value:
-                limits = [
-                    f"{part} {_text(it)}" for part, it in queue.items() if part != "name" and it not in (None, False)
+        elif path == "" and key in ("queue", "slice"):
+            for row in value:
+                parts = [
+                    f"{part} {_text(it)}" for part, it in row.items() if part != "name" and it not in (None, False, ())
                 ]
-                yield f"queue.{queue['name']}", ", ".join(limits)
+                yield f"{key}.{row['name']}", ", ".join(parts)
+        elif path == "" and key == "note":
+            yield from (("note", text) for text in value)
         elif path == "" and key == "storage":
             for storage in site.storage:
                 holds = f"for {', '.join(storage.holds)}; " if storage.holds else ""

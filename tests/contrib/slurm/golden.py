@@ -36,6 +36,8 @@ def gpus(site: Site, size: str) -> int:
 
 def account(site: Site) -> str | None:
     """One of the form that the site wants."""
+    if site.ask.account == "none":
+        return None
     return site.ask.accounts[0].replace("*", "abc") if site.ask.accounts else "abc"
 
 

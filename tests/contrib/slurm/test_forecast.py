@@ -112,9 +112,11 @@ def test_gpus_auto_are_the_fewest_whose_memory_is_enough(tmp_path: Path, monkeyp
     job = JobOptions(site="narval", account="def-me", gpus=FEWEST)
     submission = Submission(task="big.py", arguments=("big.py",), job=job)
     chosen, sentence = with_gpus(submission)
-    assert sentence == (
-        "--gpus auto: 2 GPUs of narval: fits on 2 GPUs with no more computing (shard=2); not on 1 GPU. Foreseen, not "
-        "measured on that GPU"
+    step = r"a step of [\d.]+ m?s"
+    assert re.fullmatch(
+        r"--gpus auto: 2 GPUs of narval: fits on 2 GPUs with no more computing \(shard=2\); not on 1 GPU; 2 GPUs: 8 "
+        rf"RGU-hours an hour, {step}; 4 GPUs: 16 RGU-hours an hour, {step}\. Foreseen, not measured on that GPU",
+        sentence,
     )
     (made,) = submit_all([chosen], show=True)
     assert "--gpus-per-node=a100:2" in made.text and "train big.py --plan shard=2" in made.text

@@ -15,7 +15,7 @@ from grappe.foresight.gpu_time import StepTime
 from grappe.foresight.search import Foreseen, MemoryBudget, candidates
 from grappe.sites import find
 from grappe.verbs.foresee import foresee as verb
-from grappe.verbs.foresee import measured_step
+from grappe.verbs.foresee import measured_step, tables
 from grappe.words import plan_name
 from tests.foresight import test_fake_model, unusual
 from tests.foresight.test_search import needing
@@ -172,6 +172,16 @@ def test_the_verdict_on_a_gpu(here: float, gpu: float, used: float, verdict: str
     assert (
         "enough to be worth its queue" if used / gpu >= verb.WORTH else "train on cores (--plan device=cpu)"
     ) in found
+
+
+@pytest.mark.parametrize(("site", "unit", "charge"), [("narval", "RGU-hours", 4.0), ("perlmutter", "node-hours", 0.25)])
+def test_a_sites_charge_stands_beside_gpu_hours(site: str, unit: str, charge: float) -> None:
+    times = verb.foresee("digits", ["replicate=2"], site=site)
+    (timed,) = times.plans
+    assert timed.cost.charge == pytest.approx(charge * timed.cost.unit_hours)
+    columns = [column.header for column in tables.table(times, times.plans).columns]
+    assert columns[columns.index("GPU-hours") + 1] == unit
+    assert times.table()["charge"] == [timed.cost.charge]
 
 
 @pytest.mark.parametrize(("site", "fit", "plan"), [("jean-zay-v100", 15, 10), ("narval", 37, 12)])

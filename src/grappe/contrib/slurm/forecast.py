@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import shlex
@@ -13,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from grappe.contrib.slurm import slurm
 from grappe.contrib.slurm.environment import MADE_ON_NODES
 from grappe.contrib.slurm.resources import Submission, placed, with_plan
-from grappe.contrib.slurm.script import Script, clock
+from grappe.contrib.slurm.script import Script, clock, figure
 from grappe.errors import GrappeError, PlanError, TaskError, UsageError
 from grappe.fields import NumberRange
 from grappe.launch.terminal import progress
 from grappe.plan import Plan
 from grappe.sites import current
-from grappe.sites.layout import layout, longest, sizes, stretched
-from grappe.sites.sbatch import AUTO, FEWEST, TRAIN
+from grappe.sites.layout import hourly_charge, layout, longest, sizes, sliced, stretched
+from grappe.sites.sbatch import AUTO, FEWEST, TRAIN, JobOptions
 from grappe.sites.schema import Site
 from grappe.training.request import data_folder
 from grappe.training.watchers.expected_end import span
@@ -71,9 +72,10 @@ def _loaded(submission: Submission) -> Task | None:
 
 
 def with_gpus(submission: Submission) -> tuple[Submission, str]:
-    """Finds the number of GPUs and the plan for --gpus auto; returns a sentence, too.
+    """Finds the slice, or the number of GPUs and the plan, for --gpus auto; returns a sentence, too.
 
-    The number is the smallest of one node whose memory is enough, with as little recomputation as possible.
+    A slice is taken if one is enough (see `smallest_slice`), or else the smallest number of a node's GPUs whose memory
+    is, with as little recomputation as possible.
 
     Raises:
         GrappeError: none is enough, the memory is unknown or cannot be foreseen, or the plan has several processes.
@@ -90,21 +92,75 @@ def with_gpus(submission: Submission) -> tuple[Submission, str]:
     task, most = submission.reference.resolve(), site.node.gpus
     counts = sorted({1, *(2**power for power in range(1, most.bit_length()) if 2**power < most), most})
 
-    def choose() -> tuple[int, str | None, str]:
+    def choose() -> tuple[int | str, str | None, str]:
         from grappe.foresight.search import in_words, on_each_number
 
-        device = None if fabric is None else fabric.device
-        choices = on_each_number(fake_model_of(task, submission), plan, counts, task.batch_size, budget, device)
-        plans = {count: str(choice.plan) for count, choice in choices.items() if not isinstance(choice, GrappeError)}
+        device, fake_model = None if fabric is None else fabric.device, fake_model_of(task, submission)
+        if chosen := smallest_slice(fake_model, plan, site, job):
+            return chosen[0], str(plan), chosen[1]
+        choices = on_each_number(fake_model, plan, counts, task.batch_size, budget, device)
+        plans = {count: choice.plan for count, choice in choices.items() if not isinstance(choice, GrappeError)}
         count = min(plans, default=0)
-        return count, plans.get(count), in_words(choices) or f"fits on {count_of(count, 'GPU')} as it is"
+        words = [in_words(choices) or f"fits on {count_of(count, 'GPU')} as it is"]
+        for number in [number for number in counts if number >= count > 0][:2]:
+            price = _price(fake_model, stretched(plans[count], number), site, job)
+            words += [f"{count_of(number, 'GPU')}: {price}"] if price else []
+        return count, str(plans[count]) if count else None, "; ".join(words)
 
     count, text, sentence = traced("tracing the model, to foresee on how many GPUs it fits", choose)
     if text is None:
         raise UsageError(f"--gpus auto: {submission.task} does not fit on a node of {site.name}: {sentence}")
+    what = f"slice {count}" if isinstance(count, str) else count_of(count, "GPU")
     return with_plan(submission, text, dataclasses.replace(job, gpus=(count,))), (
-        f"--gpus auto: {count_of(count, 'GPU')} of {site.name}: {sentence}. Foreseen, not measured on that GPU"
+        f"--gpus auto: {what} of {site.name}: {sentence}. Foreseen, not measured on that GPU"
     )
+
+
+def smallest_slice(fake_model: FakeModel, plan: Plan, site: Site, job: JobOptions) -> tuple[str, str] | None:
+    """Chooses the slice of least charge that is enough for a plan of one process; None: none is, or the site has none.
+
+    It is enough if the foreseen memory fits, and if a step uses a smaller share of the GPU than the slice has.
+
+    Returns:
+        The slice's name, and a sentence: its room, its charge, and those of the next larger one.
+    """
+    from grappe.foresight.gpu_time import gpu_time
+    from grappe.foresight.search import foreseen
+
+    fabric = site_fabric(site)
+    if fabric is None or not site.slice or job.nodes or job.spare:
+        return None
+    try:
+        share = gpu_time(fake_model, plan, fabric).gpu_share()
+    except PlanError:
+        return None  # such a plan's time is not foreseen
+    places = {part: sliced(site, part.name) for part in site.slice}
+    parts = sorted(places, key=lambda part: (hourly_charge(plan, places[part], job) or 0.0, part.gpu_gb))
+    for part, larger in itertools.pairwise([*parts, None]):
+        assert part is not None
+        place, budget = places[part], budget_in(places[part])
+        forecast = foreseen(fake_model, plan, fake_model.task.batch_size, budget)
+        if budget and forecast.fits and forecast.needs and share < part.fraction:
+            other = f"the next larger, {larger.name}" if larger else "a whole GPU"
+            return part.name, (
+                f"takes {format_bytes(budget.taken(forecast.needs))} of {format_bytes(budget.size)}, and {share:.1%} "
+                f"of a GPU, of which it has {part.fraction:.0%}: {_price(fake_model, plan, place, job)}; "
+                f"{other}: {_price(fake_model, plan, places[larger] if larger else site, job)}"
+            )
+    return None
+
+
+def _price(fake_model: FakeModel, plan: Plan, site: Site, job: JobOptions) -> str:
+    """Says what an hour of a plan costs in the site's unit, and how long a step takes, as far as they are known."""
+    from grappe.foresight.gpu_time import gpu_time
+
+    units, fabric, parts = hourly_charge(plan, site, job), site_fabric(site), list[str]()
+    if units is not None and site.charge is not None:
+        parts.append(f"{figure(units)} {site.charge.unit} an hour")
+    with contextlib.suppress(PlanError):
+        if fabric is not None:
+            parts.append(f"a step of {format_seconds(gpu_time(fake_model, plan, fabric).total)}")
+    return ", ".join(parts)
 
 
 def with_sizes(submission: Submission) -> tuple[Submission, str]:
@@ -216,6 +272,8 @@ def warnings_of(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: S
     """
     warnings = [*_idle(fake_model, plan, site), *filter(None, [fake_model.absent])]
     if asked := _asked(fake_model, plan, budget):
+        if site.node and site.node.slice:
+            return [f"{asked}: take a larger slice, or --gpus 1 (foreseen, not measured on that GPU)", *warnings]
         try:
             other = _another(fake_model, plan, budget)
         except Exception:  # of time, of memory: then without advice
@@ -229,7 +287,7 @@ def _idle(fake_model: FakeModel, plan: Plan, site: Site) -> list[str]:
     from grappe.foresight.gpu_time import gpu_time
 
     fabric = site_fabric(site)
-    if fabric is None or plan.per_device > 1:
+    if fabric is None or plan.per_device > 1 or (site.node and site.node.slice):
         return []
     try:
         share = gpu_time(fake_model, plan, fabric).gpu_share()
@@ -239,10 +297,11 @@ def _idle(fake_model: FakeModel, plan: Plan, site: Site) -> list[str]:
         return []  # such a plan's time is not foreseen
     if share >= WORTH:
         return []
+    part = ", ask for a slice of it (--gpus auto)" if site.slice else ""
     return [
         f"a step would use {share:.0%} of a GPU ({fabric.device.title}): train on cores (--gpus 0), take a larger "
-        "batch_size, or place several processes on a GPU (per_device). Foreseen from the data sheet, not measured on "
-        "that GPU; grappe foresee says how many fit"
+        f"batch_size{part}, or place several processes on a GPU (per_device). Foreseen from the data sheet, not "
+        "measured on that GPU; grappe foresee says how many fit"
     ]
 
 

@@ -13,7 +13,7 @@ from grappe.errors import PlanError, UsageError
 from grappe.fields import NumberRange, split
 from grappe.plan import Plan
 from grappe.sites import sbatch
-from grappe.sites.layout import Layout, fit, layout, on_site
+from grappe.sites.layout import Layout, fit, layout, on_site, sliced
 from grappe.sites.sbatch import AUTO, FEWEST, SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.sites.schema import Site
 from grappe.training.options import Options
@@ -120,9 +120,11 @@ def placed(submission: Submission) -> tuple[Site, Plan]:
     """
     job, plan = submission.job, _plan(submission)
     engines.check_name(plan.engine)
-    site = sites.find(job.site or sites.current())
+    site = sites.find(job.site or sites.current(), retired=False)
     if plan.device == "cpu" and site.cpu:
         site = sites.find(site.cpu)
+    if job.gpus and isinstance(part := job.gpus[0], str):
+        site = sliced(site, part)
     if not site.probe:
         return site, on_site(plan, site)
     partitions = slurm.sinfo(slurm.SINFO_FORMAT)
@@ -193,7 +195,7 @@ def _plan(submission: Submission) -> Plan:
     job = submission.job
     if job.gpus == FEWEST:
         raise UsageError("--gpus auto is for trainings that grappe submit starts: give a number here, as --gpus 2")
-    gpus = job.gpus[0] if job.gpus else None
+    gpus = next((1 if isinstance(number, str) else number for number in job.gpus), None)
     if submission.command == SCRIPT:
         number = job.processes or gpus or 1
         if gpus == 0:

@@ -16,7 +16,7 @@ from grappe.errors.foreign_text import printable
 from grappe.fields import NumberRange
 from grappe.plan import Plan
 from grappe.sites import sbatch
-from grappe.sites.layout import Layout
+from grappe.sites.layout import Layout, charge
 from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions, merged
 from grappe.sites.schema import GPUS, MODULE, Site
 
@@ -142,7 +142,7 @@ def resource_options(site: Site, layout: Layout, account: str | None) -> list[st
     )
     nodes = NumberRange(layout.nodes + layout.spare, layout.most_nodes)
     options += [f"--nodes={nodes}", per_node, f"--cpus-per-task={layout.cores}"]
-    if layout.gpus:
+    if layout.gpus and site.ask.gpus:
         options.append(site.ask.gpus.replace(GPUS, str(layout.gpus)))
     if layout.memory_gb:
         options.append(f"--mem={layout.memory_gb}G")
@@ -156,15 +156,22 @@ def clock(seconds: int) -> str:
     return f"{days}-{text}" if days else text
 
 
-def cost(layout: Layout) -> str:
-    """Describes a job's maximal cost in words."""
-    if layout.gpus:
-        count = layout.most_nodes * layout.gpus
-        what = f"{count} GPU{'s' if count > 1 else ''}"
-        return f"{what} for at most {clock(layout.seconds)}: {layout.gpu_hours:.3g} GPU-hours"
-    cores = layout.most_nodes * layout.processes * layout.cores
-    what = f"{cores} core{'s' if cores > 1 else ''}"
-    return f"{what} for at most {clock(layout.seconds)}: {layout.core_hours:.3g} core-hours"
+def cost(site: Site, layout: Layout) -> str:
+    """Describes a job's maximal cost in words: hours of GPUs or cores, and the site's own charge."""
+    count, unit = layout.most_nodes * layout.gpus, "GPU"
+    if not count:
+        count, unit = layout.most_nodes * layout.processes * layout.cores, "core"
+    what, hours = f"{count} {unit}{'s' if count > 1 else ''}", [f"{figure(count * layout.seconds / 3600)} {unit}-hours"]
+    if site.node is not None and site.node.slice is not None and layout.gpus:
+        what, hours = f"slice {site.node.slice.name}", []
+    if site.charge is not None and (units := charge(site, layout)) is not None:
+        hours.append(f"{figure(units)} {site.charge.unit}")
+    return f"{what} for at most {clock(layout.seconds)}: {', '.join(dict.fromkeys(hours))}"
+
+
+def figure(value: float) -> str:
+    """Formats hours and units of a charge."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def check_name(name: str) -> None:
@@ -183,9 +190,10 @@ def _head(script: Script) -> str:
     text = f"{starts} on {counts[1]} node{'s' if nodes > 1 else ''}{spare}"
     notes = [f"Made by: {script.command}"] if script.command else []
     notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]
-    notes += [f"{cost(layout)}{f', {script.job.chain} times' if script.job.chain else ''}"]
+    notes += [f"{cost(site, layout)}{f', {script.job.chain} times' if script.job.chain else ''}"]
     notes += [note for note in (script.torch, script.time_note) if note]
-    notes += [f"Unconfirmed, {fact}: {why}" for fact, why in site.unconfirmed.items() if fact != "storage"]
+    marks = [mark for mark in site.unconfirmed.items() if not mark[0].startswith(("storage", "slice"))]
+    notes += [f"Unconfirmed, {fact}: {why}" for fact, why in marks]
     options = [f"--job-name={script.name}", *resource_options(site, layout, script.job.account)]
     options += [
         *([f"--signal=B:USR2@{notice(layout.seconds)}"] if script.saves else []),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from grappe import engines, extensions, finder
 from grappe.contrib.slurm import slurm
+from grappe.contrib.slurm.environment import MADE_ON_NODES
 from grappe.contrib.slurm.forecast import with_time
 from grappe.contrib.slurm.jobs import FAILED_NODES, nodes_to_leave_out, record_job
 from grappe.contrib.slurm.packages import imported, job_packages, torch_of
@@ -91,7 +92,7 @@ def submit_all(
             run=script.run,
             job="" if show else _send(script, text),
             text=text,
-            cost=cost(script.layout),
+            cost=cost(script.site, script.layout),
             note=script.unchecked,
             warnings=script.warnings,
             time_note=script.time_note,
@@ -109,7 +110,7 @@ def judged(submission: Submission) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="grappe-submit-") as folder:
             file = Path(folder) / "job.sh"
             file.write_text(render(script))
-            yield f"{slurm.submit(file, test_only=True) or 'sbatch would take it'}; {cost(script.layout)}"
+            yield f"{slurm.submit(file, test_only=True) or 'sbatch would take it'}; {cost(script.site, script.layout)}"
             if script.time_note:
                 yield script.time_note
 
@@ -156,7 +157,7 @@ def _send(script: Script, text: str) -> str:
         for folder in (logs, *absent):
             files.remove_empty(folder)
         raise
-    record_job(script.run, job, script.site.name, cost(script.layout))
+    record_job(script.run, job, script.site.name, cost(script.site, script.layout))
     return job
 
 
@@ -175,6 +176,11 @@ def job_script(submission: Submission, *, show: bool = False) -> Script:
         raise UsageError(
             f"{site.name} takes jobs from {site.job.submit_from} only, and lets them write nowhere else: "
             f"cd {expected} first"
+        )
+    if site.job.login_environment and job.env in MADE_ON_NODES:
+        raise UsageError(
+            f"--env={job.env}: environments of {site.name} are made on a login node, in $HOME: activate it there, and "
+            "leave --env out"
         )
     run = _folder(submission)
     if job.stage is not None and not job.stage.is_file():
@@ -235,6 +241,11 @@ def _warnings(script: Script) -> Iterator[str]:
             f"--time: a job of {script.layout.seconds} s saves {notice(script.layout.seconds)} s before its end, and a "
             f"start takes a minute or two: each may train little before the next. Give {SHORTEST // 60}m or more"
         )
+    site = script.site
+    if site.ask.usual_minutes and script.layout.seconds < 60 * site.ask.usual_minutes:
+        yield f"--time: {site.name} wants jobs of at least {site.ask.usual_minutes} minutes, and shorter ones as tests"
+    if site.job.local_is_memory and script.job.stage is not None:
+        yield f"--stage: {site.job.local} of {site.name} is memory, of which the job then has less"
     if script.environment == "here":
         yield from unfit_packages()
     node = script.site.node

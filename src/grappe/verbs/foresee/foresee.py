@@ -18,7 +18,7 @@ from grappe.launch.terminal import progress
 from grappe.launch.world import cores
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.sites import find
-from grappe.sites.layout import on_site
+from grappe.sites.layout import hourly_charge, on_site
 from grappe.table import Table, Tabular
 from grappe.task import Task
 from grappe.training.request import data_folder
@@ -54,6 +54,8 @@ class TrainingCost:
     on_gpus: bool = False
     kwh: float | None = None
     """Energy of the GPUs at their data sheet's highest power, in kWh; None if not known."""
+    charge: float | None = None
+    """The site's charge in its own unit; None if not known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ class PlanTimes(Tabular):
     plans: tuple[TimedPlan, ...]
     gpu: str = ""
     """The GPU that they are of; "": this machine's cores."""
+    unit: str = ""
+    """The unit of the site's charge; "": unknown, or no site."""
     notes: tuple[str, ...] = ()
     caveats: tuple[str, ...] = ()
     """Sentences on how the figures are foreseen, for --all."""
@@ -91,7 +95,10 @@ class PlanTimes(Tabular):
             {"plan": plan_name(timed.foreseen.plan), "batch": timed.foreseen.batch}
             | {"memory": self.taken(timed) if timed.foreseen.needs is not None else None, "fits": timed.foreseen.fits}
             | {"step": timed.time and timed.time.total, "spread": timed.time and timed.time.spread}
-            | {name: getattr(timed.cost, name, None) for name in ("samples_per_second", "hours", "unit_hours", "kwh")}
+            | {
+                name: getattr(timed.cost, name, None)
+                for name in ("samples_per_second", "hours", "unit_hours", "kwh", "charge")
+            }
             | {"why": timed.foreseen.why or timed.why}
             for timed in self.plans
         )
@@ -110,6 +117,8 @@ def budget_in(site: Site) -> MemoryBudget | None:
     from grappe.foresight.search import MemoryBudget
 
     node = site.node
+    if node is not None and node.slice is not None:
+        return MemoryBudget(whose=f"{site.name}'s slice {node.slice.name}", size=node.slice.gpu_gb * 10**9)
     match = GPU_MEMORY.search(node.gpu) if node is not None and node.gpus else None
     if node is None or match is None:
         return None
@@ -147,7 +156,7 @@ def foresee(
     from grappe.foresight.search import MemoryBudget, candidates, foreseen, in_words, on_each_number
     from grappe.verbs.foresee.measured_step import LocalGpus
 
-    place = None if site is None else find(site)
+    place = None if site is None else find(site, retired=False)
     requested = [as_plan(plan) for plan in plans] or list(candidates(gpus or (1, 2, 4, 8)))
     requested = [plan if place is None else on_site(plan, place) for plan in requested]
     gpus_here = LocalGpus.find() if place is None else None
@@ -210,6 +219,7 @@ def foresee(
     return PlanTimes(
         plans=plans_timed,
         gpu=parts[0].gpu,
+        unit=place.charge.unit if place is not None and place.charge is not None else "",
         notes=tuple(notes),
         caveats=tuple(note for part in parts for note in part.caveats),
         reasons=tuple(reason for part in parts for reason in part.reasons),
@@ -239,13 +249,17 @@ def with_one_process(plans: Iterable[TimedPlan]) -> TimedPlan | None:
 
 
 def site_fabric(site: Site) -> Fabric | None:
-    """Returns a site's GPUs; None: they have no data sheet here."""
+    """Returns a site's GPUs, or its slice, with its parts of the GPU's rates; None: they have no data sheet here."""
     from grappe.foresight.gpu_time import Fabric
 
     node = site.node
     device = None if node is None else device_named(node.gpu)
     if node is None or device is None:
         return None
+    if part := node.slice:
+        tflops = {precision: part.fraction * rate for precision, rate in device.tflops.items()}
+        bandwidth = device.bandwidth_gb * part.gpu_gb / int(device.memory_gb)
+        device = dataclasses.replace(device, title=part.name, tflops=tflops, bandwidth_gb=bandwidth)
     return Fabric(device=device, node=node.gpus, network_gbit=node.network_gbit)
 
 
@@ -269,7 +283,8 @@ def _on_gpus(fake_model: FakeModel, forecasts: Sequence[Foreseen], site: Site, f
                 raise
             except GrappeError as error:
                 why = str(error)
-        plans.append(_timed(forecast, time_of, fake_model, why, on_gpus=True, watts=device.watts))
+        charge = None if time_of is None else hourly_charge(plan, site)
+        plans.append(_timed(forecast, time_of, fake_model, why, on_gpus=True, watts=device.watts, charge=charge))
     of = f"{device.title} ({device.source})"
     note = f"times are from the data sheet of {of}: not measured on it, take them as half to twice"
     return PlanTimes(plans=tuple(plans), gpu=device.title, caveats=(note,), reasons=tuple(_reasons(plans)))
@@ -455,6 +470,7 @@ def _timed(
     *,
     on_gpus: bool,
     watts: float | None = None,
+    charge: float | None = None,
 ) -> TimedPlan:
     from grappe.foresight.partition import threads_of
 
@@ -469,6 +485,7 @@ def _timed(
         unit_hours=units,
         on_gpus=on_gpus,
         kwh=None if watts is None else units * watts / 1000,
+        charge=None if charge is None else hours * charge,
     )
     return TimedPlan(foreseen=forecast, time=time_of, cost=cost)
 

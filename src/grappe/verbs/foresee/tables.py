@@ -134,6 +134,8 @@ def table(times: PlanTimes, plans: Sequence[TimedPlan], columns: Sequence[str] =
     several = len({timed.foreseen.batch for timed in plans}) > 1
     cells = [_cells(times, timed) for timed in plans]
     columns = [column for column in columns if column != "batch" or several]
+    if times.unit and times.unit not in columns and "GPU-hours" in columns:
+        columns.insert(columns.index("GPU-hours") + 1, times.unit)
     return filled_table(columns, [[row.get(column, "-") for column in columns] for row in cells])
 
 
@@ -164,6 +166,8 @@ def _cells(times: PlanTimes, timed: TimedPlan) -> dict[str, str]:
         for name in ("compute", "communication", "bubble", "data"):
             cells[name] = format_seconds(seconds) if (seconds := getattr(time, name)) else "-"
         cells["GPU-hours" if cost.on_gpus else "core-hours"] = _hours(cost.unit_hours)
+        if cost.charge is not None:
+            cells[times.unit] = _hours(cost.charge)
         if cost.kwh is not None:
             cells["kWh at most"] = f"{cost.kwh:.2g}"
     return cells
@@ -204,6 +208,7 @@ def as_json(times: PlanTimes) -> dict[str, Any]:
     return {
         "kind": "times",
         "gpu": times.gpu,
+        "unit": times.unit,
         "plans": [
             dataclasses.asdict(timed)
             | {"time": timed.time and {**dataclasses.asdict(timed.time), "total": timed.time.total}}

@@ -2,9 +2,10 @@
 # Made by: grappe submit --site jean-zay-cpu -- train digits epochs=3
 # Jean Zay, CPU nodes, IDRIS. 40 processes on 1 node, plan: device=cpu,replicate=40
 # 40 cores for at most 00:30:00: 20 core-hours
-# Unconfirmed, node.cores: from memory
 # Unconfirmed, job.modules: from memory: the module for GPUs, which computes on CPUs as well
+# Unconfirmed, node.cores: from memory
 # Unconfirmed, queue: the limits are from memory
+# Unconfirmed, ask.max_hours: from memory: that of the longest queue
 #SBATCH --job-name=digits-1
 #SBATCH --account=abc@cpu
 #SBATCH --qos=qos_cpu-t3

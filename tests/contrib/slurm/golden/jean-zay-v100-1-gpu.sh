@@ -2,8 +2,9 @@
 # Made by: grappe submit --site jean-zay-v100 -- train digits epochs=3
 # Jean Zay, V100, four a node, IDRIS. 1 process on 1 node
 # 1 GPU for at most 00:30:00: 0.5 GPU-hours
+# Unconfirmed, job.modules: the version is that of users' scripts of 2026: module avail pytorch-gpu
 # Unconfirmed, job.mps: seen in users' scripts only
-# Unconfirmed, job.modules: the version is from memory: module avail pytorch-gpu
+# Unconfirmed, queue: names and hours are in users' scripts of 2026 only; the numbers of GPUs are those of V100 in IDRIS's older pages
 #SBATCH --job-name=digits-1
 #SBATCH --account=abc@v100
 #SBATCH --hint=nomultithread

@@ -2,8 +2,9 @@
 # Made by: grappe submit --site jean-zay-v100-octo -- train digits epochs=3
 # Jean Zay, V100, eight a node, IDRIS. 16 processes on 2 nodes, plan: replicate=16
 # 16 GPUs for at most 00:30:00: 8 GPU-hours
+# Unconfirmed, job.modules: the version is that of users' scripts of 2026: module avail pytorch-gpu
 # Unconfirmed, job.mps: seen in users' scripts only
-# Unconfirmed, job.modules: the version is from memory: module avail pytorch-gpu
+# Unconfirmed, queue: names and hours are in users' scripts of 2026 only; the numbers of GPUs are those of V100 in IDRIS's older pages
 #SBATCH --job-name=digits-1
 #SBATCH --account=abc@v100
 #SBATCH --partition=gpu_p2

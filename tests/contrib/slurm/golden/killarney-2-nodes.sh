@@ -1,12 +1,13 @@
 #!/bin/bash
 # Made by: grappe submit --site killarney -- train digits epochs=3
-# Killarney, Digital Research Alliance of Canada. 8 processes on 2 nodes, plan: replicate=8
+# Killarney, L40S, Digital Research Alliance of Canada. 8 processes on 2 nodes, plan: replicate=8
 # 8 GPUs for at most 00:30:00: 4 GPU-hours
-# Unconfirmed, job.internet: from a partner's handbook
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
 # Unconfirmed, ask.max_hours: not stated: that of the other clusters
+# Unconfirmed, ask.min_minutes: not stated: that of the other clusters
 # Unconfirmed, node.cores_per_gpu: in proportion
-# Unconfirmed, ask.gpus: the model's name from its kind of GPU: see scontrol show partition
+# Unconfirmed, node.memory_per_gpu_gb: in proportion
+# Unconfirmed, job.internet: from a partner's handbook
 #SBATCH --job-name=digits-1
 #SBATCH --account=aip-abc
 #SBATCH --nodes=2

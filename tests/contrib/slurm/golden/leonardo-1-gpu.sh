@@ -1,11 +1,12 @@
 #!/bin/bash
 # Made by: grappe submit --site leonardo -- train digits epochs=3
 # Leonardo Booster, CINECA. 1 process on 1 node
-# 1 GPU for at most 00:30:00: 0.5 GPU-hours
+# 1 GPU for at most 00:30:00: 0.5 GPU-hours, 4 core-hours
+# Unconfirmed, node.memory_per_gpu_gb: from memory
 # Unconfirmed, node.memory_gb: 512 GB are in a node; how many of them a job may have is from memory
 # Unconfirmed, node.network: from memory
-# Unconfirmed, queue normal: from memory
-# Unconfirmed, queue debug: its limits are from memory
+# Unconfirmed, queue.normal: from memory
+# Unconfirmed, queue.debug: its limits are from memory
 # Unconfirmed, job.local: from memory
 #SBATCH --job-name=digits-1
 #SBATCH --account=abc

@@ -1,11 +1,12 @@
 #!/bin/bash
 # Made by: grappe submit --site leonardo -- train digits epochs=3
 # Leonardo Booster, CINECA. 8 processes on 2 nodes, plan: replicate=8
-# 8 GPUs for at most 00:30:00: 4 GPU-hours
+# 8 GPUs for at most 00:30:00: 4 GPU-hours, 32 core-hours
+# Unconfirmed, node.memory_per_gpu_gb: from memory
 # Unconfirmed, node.memory_gb: 512 GB are in a node; how many of them a job may have is from memory
 # Unconfirmed, node.network: from memory
-# Unconfirmed, queue normal: from memory
-# Unconfirmed, queue debug: its limits are from memory
+# Unconfirmed, queue.normal: from memory
+# Unconfirmed, queue.debug: its limits are from memory
 # Unconfirmed, job.local: from memory
 #SBATCH --job-name=digits-1
 #SBATCH --account=abc

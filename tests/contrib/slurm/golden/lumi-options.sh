@@ -2,9 +2,7 @@
 # Made by: grappe submit --site lumi -- train digits epochs=3
 # LUMI-G, CSC. 8 processes on 1 node, plan: replicate=8
 # 8 GPUs for at most 00:30:00: 4 GPU-hours
-# Unconfirmed, node.memory_gb: from memory
-# Unconfirmed, job.modules: from memory
-# Unconfirmed, queue small-g: max_nodes is from memory
+# Unconfirmed, queue.small-g: max_nodes is from memory
 #SBATCH --job-name=digits-1
 #SBATCH --account=project_abc
 #SBATCH --partition=small-g
@@ -32,12 +30,7 @@ run=/scratch/me/runs/digits-1
 # Passes signals on to the processes, puts the job back into the queue: grappe submit writes the file.
 source "$run/logs/job.sh" || exit 1
 
-unset PYTHONPATH PYTHONHOME; export PYTHONNOUSERSITE=1 # no packages of another Python
-module purge
-module load LUMI partition/G PyTorch
-env="${TMPDIR:-/tmp}/grappe-$UID/0123456789ab"
-on_each_node make_environment "$env" module python --no-deps
-python=$env/bin/python
+python=/home/me/.venv/bin/python
 
 step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits epochs=3 --job --plan replicate=8 --runs "$run"
 work() {

@@ -1,9 +1,8 @@
 #!/bin/bash
 # Made by: grappe submit --site narval -- train digits epochs=3
 # Narval, Digital Research Alliance of Canada. 1 process on 1 node
-# 1 GPU for at most 00:30:00: 0.5 GPU-hours
+# 1 GPU for at most 00:30:00: 0.5 GPU-hours, 2 RGU-hours
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
-# Unconfirmed, job.internet: inferred
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc
 #SBATCH --nodes=1

@@ -1,9 +1,8 @@
 #!/bin/bash
 # Made by: grappe submit --site narval -- train digits epochs=3
 # Narval, Digital Research Alliance of Canada. 8 processes on 2 nodes, plan: replicate=8
-# 8 GPUs for at most 00:30:00: 4 GPU-hours
+# 8 GPUs for at most 00:30:00: 4 GPU-hours, 16 RGU-hours
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
-# Unconfirmed, job.internet: inferred
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc
 #SBATCH --nodes=2

@@ -3,7 +3,6 @@
 # Narval, CPU nodes, Digital Research Alliance of Canada. 128 processes on 2 nodes, plan: device=cpu,replicate=128
 # 128 cores for at most 00:30:00: 64 core-hours
 # Unconfirmed, node: from memory: cores and memory of the most common node
-# Unconfirmed, job.internet: inferred
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc
 #SBATCH --nodes=2

@@ -3,7 +3,6 @@
 # Narval, CPU nodes, Digital Research Alliance of Canada. 64 processes on 1 node, plan: device=cpu,replicate=64
 # 64 cores for at most 00:30:00: 32 core-hours
 # Unconfirmed, node: from memory: cores and memory of the most common node
-# Unconfirmed, job.internet: inferred
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc
 #SBATCH --nodes=1

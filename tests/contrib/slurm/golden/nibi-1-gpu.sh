@@ -1,8 +1,9 @@
 #!/bin/bash
 # Made by: grappe submit --site nibi -- train digits epochs=3
 # Nibi, Digital Research Alliance of Canada. 1 process on 1 node
-# 1 GPU for at most 00:30:00: 0.5 GPU-hours
+# 1 GPU for at most 00:30:00: 0.5 GPU-hours, 6.1 RGU-hours
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
+# Unconfirmed, ask.min_minutes: not stated: that of the other clusters
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc
 #SBATCH --switches=1

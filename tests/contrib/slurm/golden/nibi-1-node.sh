@@ -1,8 +1,9 @@
 #!/bin/bash
 # Made by: grappe submit --site nibi -- train digits epochs=3
 # Nibi, Digital Research Alliance of Canada. 8 processes on 1 node, plan: replicate=8
-# 8 GPUs for at most 00:30:00: 4 GPU-hours
+# 8 GPUs for at most 00:30:00: 4 GPU-hours, 48.8 RGU-hours
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
+# Unconfirmed, ask.min_minutes: not stated: that of the other clusters
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc
 #SBATCH --switches=1

@@ -1,8 +1,9 @@
 #!/bin/bash
 # Made by: grappe submit --site nibi -- train digits epochs=3
 # Nibi, Digital Research Alliance of Canada. 16 processes on 2 nodes, plan: replicate=16
-# 16 GPUs for at most 00:30:00: 8 GPU-hours
+# 16 GPUs for at most 00:30:00: 8 GPU-hours, 97.6 RGU-hours
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
+# Unconfirmed, ask.min_minutes: not stated: that of the other clusters
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc
 #SBATCH --switches=1

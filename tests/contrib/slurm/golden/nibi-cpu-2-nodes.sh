@@ -2,6 +2,7 @@
 # Made by: grappe submit --site nibi-cpu -- train digits epochs=3
 # Nibi, CPU nodes, Digital Research Alliance of Canada. 384 processes on 2 nodes, plan: device=cpu,replicate=384
 # 384 cores for at most 00:30:00: 192 core-hours
+# Unconfirmed, ask.min_minutes: not stated: that of the other clusters
 # Unconfirmed, node: from memory: cores and memory of the most common node
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc

@@ -1,12 +1,16 @@
 #!/bin/bash
 # Made by: grappe submit --site perlmutter -- train digits epochs=3
 # Perlmutter, NERSC. 4 processes on 1 node, plan: replicate=4
-# 4 GPUs for at most 00:30:00: 2 GPU-hours
+# 4 GPUs for at most 00:30:00: 2 GPU-hours, 0.5 node-hours
+# Unconfirmed, ask.gpu_cores: the scheduler's message in shared, as a user has it of 2025-11
+# Unconfirmed, charge.gpu: the unit is documented; that a part of a node costs its share is inferred
+# Unconfirmed, charge.cores_per_unit: inferred: the share of a node
 # Unconfirmed, detect: from memory
 # Unconfirmed, queue: the limits are from memory: see docs.nersc.gov/jobs/policy
 # Unconfirmed, job.modules: from memory: module avail pytorch
 # Unconfirmed, job.scratch: from memory
 # Unconfirmed, node.network: from memory
+# Unconfirmed, node.network_gbit: from memory
 #SBATCH --job-name=digits-1
 #SBATCH --account=abc_g
 #SBATCH --qos=regular

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Made by: grappe submit --site rorqual -- train digits epochs=3
 # Rorqual, Digital Research Alliance of Canada. 1 process on 1 node
-# 1 GPU for at most 00:30:00: 0.5 GPU-hours
+# 1 GPU for at most 00:30:00: 0.5 GPU-hours, 6.11 RGU-hours
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Made by: grappe submit --site rorqual -- train digits epochs=3
 # Rorqual, Digital Research Alliance of Canada. 8 processes on 2 nodes, plan: replicate=8
-# 8 GPUs for at most 00:30:00: 4 GPU-hours
+# 8 GPUs for at most 00:30:00: 4 GPU-hours, 48.9 RGU-hours
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc

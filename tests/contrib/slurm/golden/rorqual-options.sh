@@ -1,7 +1,7 @@
 #!/bin/bash
 # Made by: grappe submit --site rorqual -- train digits epochs=3
 # Rorqual, Digital Research Alliance of Canada. 4 processes on 1 node, plan: replicate=4
-# 4 GPUs for at most 00:30:00: 2 GPU-hours
+# 4 GPUs for at most 00:30:00: 2 GPU-hours, 24.4 RGU-hours
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc

@@ -1,9 +1,10 @@
 #!/bin/bash
 # Made by: grappe submit --site tamia -- train digits epochs=3
-# TamIA, Digital Research Alliance of Canada. 8 processes on 2 nodes, plan: replicate=8
+# TamIA, H100, Digital Research Alliance of Canada. 8 processes on 2 nodes, plan: replicate=8
 # 8 GPUs for at most 00:30:00: 4 GPU-hours
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
 # Unconfirmed, node.cores_per_gpu: in proportion; whole nodes only
+# Unconfirmed, node.memory_per_gpu_gb: in proportion; whole nodes only
 #SBATCH --job-name=digits-1
 #SBATCH --account=aip-abc
 #SBATCH --nodes=2

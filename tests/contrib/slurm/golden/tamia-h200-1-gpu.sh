@@ -1,16 +1,17 @@
 #!/bin/bash
 # Made by: grappe submit --site tamia-h200 -- train digits epochs=3
-# TamIA, Digital Research Alliance of Canada. 8 processes on 1 node, plan: replicate=8
+# TamIA, H200, Digital Research Alliance of Canada. 8 processes on 1 node, plan: replicate=8
 # 8 GPUs for at most 00:30:00: 4 GPU-hours
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
 # Unconfirmed, node.cores_per_gpu: in proportion; whole nodes only
+# Unconfirmed, node.memory_per_gpu_gb: in proportion; whole nodes only
 #SBATCH --job-name=digits-1
 #SBATCH --account=aip-abc
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --gpus-per-node=h200:8
-#SBATCH --mem=1000G
+#SBATCH --mem=1024G
 #SBATCH --time=00:30:00
 #SBATCH --signal=B:USR2@90
 #SBATCH --output=/scratch/me/runs/digits-1/logs/job-%j.out

@@ -1,9 +1,9 @@
 #!/bin/bash
 # Made by: grappe submit --site trillium -- train digits epochs=3
 # Trillium, Digital Research Alliance of Canada. 8 processes on 2 nodes, plan: replicate=8
-# 8 GPUs for at most 00:30:00: 4 GPU-hours, 3 times
-# Unconfirmed, job.local: documented as the node's memory, since it has no disk: what a job stages counts as memory
+# 8 GPUs for at most 00:30:00: 4 GPU-hours, 48.8 RGU-hours, 3 times
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
+# Unconfirmed, ask.max_gpus_of: 20 GPUs without RRG or RPP: that such accounts are def-* is inferred
 # Unconfirmed, job.requeue: inferred: no job is submitted from its compute nodes, so none is requeued from one
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc
@@ -23,13 +23,8 @@ run=/scratch/me/runs/digits-1
 # Passes signals on to the processes, puts the job back into the queue: grappe submit writes the file.
 source "$run/logs/job.sh" || exit 1
 
-unset PYTHONPATH PYTHONHOME; export PYTHONNOUSERSITE=1 # no packages of another Python
-module purge
-module load python/3.11
 export WANDB_MODE=offline HF_HUB_OFFLINE=1 # compute nodes have no internet here
-env="$SLURM_TMPDIR/grappe-$UID/0123456789ab"
-on_each_node make_environment "$env" virtualenv python --no-deps
-python=$env/bin/python
+python=/home/me/.venv/bin/python
 
 step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits epochs=3 --job --plan replicate=8 --runs "$run"
 work() {

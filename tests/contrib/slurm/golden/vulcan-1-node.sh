@@ -2,10 +2,10 @@
 # Made by: grappe submit --site vulcan -- train digits epochs=3
 # Vulcan, Digital Research Alliance of Canada. 4 processes on 1 node, plan: replicate=4
 # 4 GPUs for at most 00:30:00: 2 GPU-hours
-# Unconfirmed, job.internet: documented as a proxy that lets some domains through alone
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
 # Unconfirmed, node.cores_per_gpu: in proportion
-# Unconfirmed, ask.gpus: the model's name from its kind of GPU: see scontrol show partition
+# Unconfirmed, node.memory_per_gpu_gb: in proportion
+# Unconfirmed, ask.min_minutes: not stated: that of the other clusters
 #SBATCH --job-name=digits-1
 #SBATCH --account=aip-abc
 #SBATCH --nodes=1
@@ -28,7 +28,6 @@ source "$run/logs/job.sh" || exit 1
 unset PYTHONPATH PYTHONHOME; export PYTHONNOUSERSITE=1 # no packages of another Python
 module purge
 module load python/3.11
-export WANDB_MODE=offline HF_HUB_OFFLINE=1 # compute nodes have no internet here
 env="$SLURM_TMPDIR/grappe-$UID/0123456789ab"
 on_each_node make_environment "$env" virtualenv python --no-deps
 python=$env/bin/python

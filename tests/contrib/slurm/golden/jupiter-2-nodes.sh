@@ -1,0 +1,40 @@
+#!/bin/bash
+# Made by: grappe submit --site jupiter -- train digits epochs=3
+# JUPITER Booster, JSC. 8 processes on 2 nodes, plan: replicate=8
+# 8 GPUs for at most 00:30:00: 4 GPU-hours
+# Unconfirmed, node: four GH200 are documented; cores and memory of a GPU are from memory
+# Unconfirmed, ask.max_hours: from memory
+# Unconfirmed, ask.whole_nodes: inferred: the course's scripts take all four GPUs
+#SBATCH --job-name=digits-1
+#SBATCH --account=abc
+#SBATCH --partition=booster
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=72
+#SBATCH --gres=gpu:4
+#SBATCH --time=00:30:00
+#SBATCH --signal=B:USR2@90
+#SBATCH --output=/scratch/me/runs/digits-1/logs/job-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+
+set -u
+cd -- /scratch/me || exit 1
+run=/scratch/me/runs/digits-1
+# Passes signals on to the processes, puts the job back into the queue: grappe submit writes the file.
+source "$run/logs/job.sh" || exit 1
+
+unset PYTHONPATH PYTHONHOME; export PYTHONNOUSERSITE=1 # no packages of another Python
+module purge
+module load Stages/2026 GCC OpenMPI PyTorch
+export WANDB_MODE=offline HF_HUB_OFFLINE=1 # compute nodes have no internet here
+env="${TMPDIR:-/tmp}/grappe-$UID/0123456789ab"
+on_each_node make_environment "$env" module python --no-deps
+python=$env/bin/python
+
+step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits epochs=3 --job --plan replicate=8 --runs "$run"
+work() {
+    step srun --kill-on-bad-exit=1 --wait=60 --label --gpu-bind=none "$python" -m grappe train digits epochs=3 --plan replicate=8 --run "$run" --data data
+}
+keep_going
+finish train 50

@@ -1,0 +1,35 @@
+#!/bin/bash
+# Made by: grappe submit --site marenostrum5 -- train digits epochs=3
+# MareNostrum 5 ACC, BSC. 8 processes on 2 nodes, plan: replicate=8
+# 8 GPUs for at most 00:30:00: 4 GPU-hours
+# Unconfirmed, node: seen in users' scripts only; 64 GB of a GPU are from memory
+# Unconfirmed, ask: seen in users' scripts only
+# Unconfirmed, queue: seen in users' scripts only
+# Unconfirmed, job: not stated
+#SBATCH --job-name=digits-1
+#SBATCH --account=abc
+#SBATCH --qos=acc_ehpc
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=20
+#SBATCH --gres=gpu:4
+#SBATCH --time=00:30:00
+#SBATCH --signal=B:USR2@90
+#SBATCH --output=/scratch/me/runs/digits-1/logs/job-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+
+set -u
+cd -- /scratch/me || exit 1
+run=/scratch/me/runs/digits-1
+# Passes signals on to the processes, puts the job back into the queue: grappe submit writes the file.
+source "$run/logs/job.sh" || exit 1
+
+python=/home/me/.venv/bin/python
+
+step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits epochs=3 --job --plan replicate=8 --runs "$run"
+work() {
+    step srun --kill-on-bad-exit=1 --wait=60 --label --gpu-bind=none "$python" -m grappe train digits epochs=3 --plan replicate=8 --run "$run" --data data
+}
+keep_going
+finish train 50

@@ -1,0 +1,39 @@
+#!/bin/bash
+# Made by: grappe submit --site snellius-h100 -- train digits epochs=3
+# Snellius, H100, SURF. 1 process on 1 node
+# 1 GPU for at most 00:30:00: 0.5 GPU-hours, 96 SBU
+# Unconfirmed, job.environment: not stated
+# Unconfirmed, ask.gpus: inferred: Slurm's own option
+# Unconfirmed, ask.account: not stated
+# Unconfirmed, node.gpu: the memory of a GPU is from memory
+# Unconfirmed, charge.cores_per_unit: inferred: the cores of a quarter of a node
+# Unconfirmed, charge.gb_per_unit: inferred: the memory of a quarter of a node
+# Unconfirmed, charge.gpu: seen in users' notes only, as the weight that Slurm shows
+#SBATCH --job-name=digits-1
+#SBATCH --account=abc
+#SBATCH --partition=gpu_h100
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=16
+#SBATCH --gpus-per-node=1
+#SBATCH --mem=180G
+#SBATCH --time=00:30:00
+#SBATCH --signal=B:USR2@90
+#SBATCH --output=/scratch/me/runs/digits-1/logs/job-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+
+set -u
+cd -- /scratch/me || exit 1
+run=/scratch/me/runs/digits-1
+# Passes signals on to the processes, puts the job back into the queue: grappe submit writes the file.
+source "$run/logs/job.sh" || exit 1
+
+python=/home/me/.venv/bin/python
+
+step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits epochs=3 --job --plan '' --runs "$run"
+work() {
+    step srun --kill-on-bad-exit=1 --wait=60 --label --gpu-bind=none "$python" -m grappe train digits epochs=3 --run "$run" --data data
+}
+keep_going
+finish train 50
