@@ -29,8 +29,8 @@ MOST_THREADS = 0 if version("torch").startswith(("2.8", "2.9")) else 100
 Older releases of torch find those groups again, destroyed, for an equal mesh: new processes each time."""
 
 PRELOADED = (
-    "grappe.engines.native_pipeline", "grappe.contrib.lightning.fit", "horovod.torch", "tests.parity.cell",
-    "tests.faults.resume_cell",
+    "grappe.engines.native_pipeline", "grappe.contrib.lightning.fit", "horovod.torch", "deepspeed",
+    "torch._inductor.compile_fx", "tests.parity.cell", "tests.faults.resume_cell",
 )  # fmt: skip
 """What engines and most cells import in seconds, and each new process of the pool again."""
 

@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from grappe import engines
+from grappe import engines, extensions
 from grappe.errors import PlanError
 from grappe.launch.world import AXES
 from grappe.plan import Plan
@@ -147,7 +147,12 @@ def in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
 def plans() -> Iterator[tuple[Cell, Plan]]:
     """Yields each combination of the plan's parts that its engine supports, whether it is installed here or not."""
     settings = {part: settings_of(part) for values in KEYS for part in values}
-    with mock.patch("importlib.util.find_spec", return_value=True):
+    listed = functools.cache(extensions.having)  # which reads the folder of extensions, for each plan several times
+    with (
+        mock.patch("importlib.util.find_spec", return_value=True),
+        mock.patch.object(extensions, "having", listed),
+        mock.patch.object(engines, "names", functools.cache(engines.names)),
+    ):
         for engine in KEYS[-1]:
             supported = engines.find(settings[engine].get("engine", "native")).supported_keys
             able = [[part for part in values if settings[part].keys() <= supported] for values in KEYS[:-1]]
@@ -175,8 +180,14 @@ def possible() -> np.ndarray:
     """Returns all possible cells [cells x factors], as the values' numbers."""
     number = [{value: index for index, value in enumerate(values)} for values in FACTORS]
     tasks = list(itertools.product(KINDS, RULES, CLIPS))
-    cells = ((*parts, *task) for parts, plan in plans() for task in tasks if fits(plan, *task))
-    return np.array([[number[i][value] for i, value in enumerate(cell)] for cell in cells], dtype=np.uint8)
+    last = [bytes(map(dict.__getitem__, number[len(KEYS) :], task)) for task in tasks]
+    cells = bytearray()
+    for parts, plan in plans():
+        first = bytes(map(dict.__getitem__, number, parts))
+        for task, numbers in zip(tasks, last, strict=True):
+            if fits(plan, *task):
+                cells += first + numbers
+    return np.frombuffer(cells, dtype=np.uint8).reshape(-1, len(FACTORS))
 
 
 def pairs_of(cells: np.ndarray) -> set[tuple[int, int, int, int]]:
