@@ -378,9 +378,7 @@ def verify(
         return _show_agreement("verify --against", agreement, same, {"task": task, "script": against}, out, json=json)
     from grappe.verbs.verify import verify as verb
 
-    findings = list(
-        verb.verify(task, plan or (), fields=texts, data=data, steps=steps, note=progress, complain=complain)
-    )
+    findings = verb.verify(task, plan or (), fields=texts, data=data, steps=steps, note=progress, complain=complain)
     _end_progress()
     return _show_verdicts(task, findings, out, json=json)
 
@@ -390,6 +388,8 @@ def _show_verdicts(task: str, findings: Sequence[PlanVerdict], out: Path | None,
     if json:
         show_json("verify", task=task, findings=findings)
     else:
+        if all(finding.verdict == "same" for finding in findings):
+            say(f"same: {task} learns what it learns on one process")
         tick = " ✓" if (sys.stdout.encoding or "").lower().startswith("utf") else ""
         rows = [verdict_cells(finding, tick * finding.learns_the_same) for finding in findings]
         show(filled_table(COLUMNS, rows))
