@@ -94,11 +94,14 @@ slurm-up: .venv/bin/pip  ## start a real Slurm of four nodes on this machine, to
 slurm-down:  ## end it
 	@$(BIN)/python -m tests.slurm.cluster down
 
-wheel: .venv/test  ## build a wheel and an sdist of the last commit, in dist/
-	@rm -rf .bench/wheel && mkdir -p .bench/wheel dist && git archive HEAD | tar -x -C .bench/wheel
+URL ?= https://example.org/grappe
+wheel: .venv/test  ## build a wheel, an sdist and two recipes of the last commit, in dist/ (URL= where they will be)
+	@rm -rf .bench/wheel dist/grappe-* && mkdir -p .bench/wheel dist && git archive HEAD | tar -x -C .bench/wheel
 	@cd .bench/wheel && $(abspath $(BIN))/python -c "from setuptools import build_meta as build; \
 		build.build_sdist('$(abspath dist)'); build.build_wheel('$(abspath dist)')" >/dev/null 2>&1
-	@cd dist && sha256sum grappe-*
+	@digest=$$(sha256sum dist/grappe-*.tar.gz | cut -c 1-64); for file in packaging/*/*; do \
+	sed -e "s/0\{64\}/$$digest/" -e 's#https://example.org/grappe#$(URL)#' $$file >dist/$$(basename $$file); done
+	@cd dist && sha256sum grappe-* recipe.yaml
 
 sbom: .venv/bin/pip  ## list all that is installed, with versions, licences and hashes, in CycloneDX's form
 	@$(BIN)/python scripts/sbom.py
@@ -155,7 +158,7 @@ clean:  ## forget the environments
 	@grep -vE '^(torch|triton|nvidia-.*)==' constraints.txt >.venv-$*/constraints.txt
 	@.venv-$*/bin/pip --disable-pip-version-check --quiet install --constraint .venv-$*/constraints.txt \
 		'torch$(TORCH_$*)' --editable '.[corpus,demo,images,lightning,tune]' \
-		'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'expecttest>=0.3' 'setuptools>=77' 'zstandard>=0.23' 'nbclient>=0.10' 'ipykernel>=6.29' 'babel>=2.16' 'pandas>=3'
+		'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6.100' 'expecttest>=0.3' 'setuptools>=77' 'zstandard>=0.23' 'nbclient>=0.10' 'ipykernel>=6.29' 'babel>=2.16' 'pandas>=3' 'pyyaml>=6'
 	@touch $@
 
 .PHONY: help train demo quick nightly oldest newest constraints test artefacts lint types horovod operators docs site labs soak wheel sbom bench gpu slurm-up slurm-down clean

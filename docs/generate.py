@@ -88,7 +88,7 @@ def foreseen_errors() -> str:
     return (
         f"Of {len(gaps)} cells: outside the range by {statistics.median(gaps):.2%} in the median, {high:.2%} at the "
         f"95th percentile, {gaps[-1]:.2%} at worst. Above the range's upper end, by which a plan is judged: {low}. "
-        f"The upper end is above what was measured by {statistics.median(over):.2%} in the median, "
+        f"The upper end exceeds the measured peak by {statistics.median(over):.2%} in the median, "
         f"{max(over):.1%} at most."
     ).replace("%", " %")
 

@@ -32,7 +32,7 @@ def test_every_public_name_is_a_class_or_a_function_with_a_docstring() -> None:
 
 
 def test_a_notebook_completes_the_public_names() -> None:
-    assert set(dir(grappe)) == {*grappe.__all__, "__version__", "optimizers"}
+    assert set(dir(grappe)) == {*grappe.__all__, "__version__", "data", "optimizers", "slurm"}
 
 
 def test_fields_are_values_or_texts() -> None:

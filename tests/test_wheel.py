@@ -20,15 +20,18 @@ PACKAGE = ROOT / "src" / "grappe"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the sources, as building leaves files beside them."""
+    """Built from the sdist of a copy of the sources, as building leaves files beside them."""
     folder = tmp_path_factory.mktemp("wheel")
     sources = folder / "sources"
     shutil.copytree(ROOT / "src", sources / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
+    build = f"from setuptools import build_meta as build; build.build_sdist({str(folder)!r})"
+    run([sys.executable, "-c", build], cwd=sources, env=dict(os.environ))
+    [sdist] = folder.glob("grappe-*.tar.gz")
     run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index",
-         "--no-build-isolation", "--wheel-dir", str(folder), str(sources)],
+         "--no-build-isolation", "--wheel-dir", str(folder), str(sdist)],
         cwd=folder, env=dict(os.environ),
     )  # fmt: skip
     return next(folder.glob("grappe-*.whl"))
@@ -77,6 +80,15 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     files = (one for one in PACKAGE.rglob("*") if one.is_file() and "__pycache__" not in one.parts)
     files = (one for one in files if one.suffix != ".po")  # the .mo file beside it is compiled from it
     assert found == {str(one.relative_to(PACKAGE.parent)) for one in files}
+
+
+def test_the_licence_is_in_the_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        [licence] = [name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
+        [metadata] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
+        lines = archive.read(metadata).decode().splitlines()
+        assert {"License-Expression: Apache-2.0", "License-File: LICENSE"} <= set(lines)
 
 
 def test_the_wheel_is_what_runs(grappe: Path, tmp_path: Path) -> None:

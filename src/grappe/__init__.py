@@ -92,12 +92,12 @@ _LAZY = {
 
 def __dir__() -> list[str]:
     """Lists the public names, for completion in a notebook; those of `_LAZY` are not in globals() yet."""
-    return sorted([*__all__, "__version__", "optimizers"])
+    return sorted([*__all__, "__version__", "data", "optimizers", "slurm"])
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optimizers":
-        return importlib.import_module("grappe.optimizers")
+    if name in ("data", "optimizers", "slurm"):
+        return importlib.import_module(f"grappe.{name}")
     if name in _LAZY:
         attribute = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = attribute  # a task asks for grappe.draw at each step

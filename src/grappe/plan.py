@@ -144,8 +144,8 @@ class Plan:
             raise PlanError(f"recompute={self.recompute} with compile is not supported: use recompute, without a value")
         if "host" in str(self.recompute) and (self.engine != "native" or self.tensor * self.domain > 1):
             raise PlanError(
-                f"recompute={self.recompute} keeps activations on the host, of engine=native without tensor and "
-                "domain: leave those out, or use recompute=full"
+                f"recompute={self.recompute} keeps activations on the host, which takes engine=native without tensor "
+                "and domain: leave those out, or use recompute=full"
             )
         if self.memory not in ("none", "auto") and not MEMORY.fullmatch(self.memory):
             raise PlanError(f"memory={self.memory}: write a number of bytes, as in 14GB or 900MB, or auto")

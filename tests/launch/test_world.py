@@ -1,5 +1,6 @@
 """Tests of a process's rank in a launcher's variables, and of a plan's requirements."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,19 @@ def test_a_group_with_nccl_is_bound_to_no_device(monkeypatch: pytest.MonkeyPatch
     [(backends, rest)] = given
     assert backends == "cpu:gloo,cuda:nccl"
     assert rest.get("device_id") is None
+
+
+@pytest.mark.parametrize("loopback", ["lo", "lo0"])
+def test_the_loopback_interface_is_the_kernels_not_a_files(
+    loopback: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a container without /sys, too: there it was taken for a Mac's."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # restored afterwards
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(rendezvous.socket, "if_nameindex", lambda: [(1, loopback), (2, "eth0")])
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
+    rendezvous.start(ProcessRank(), "gloo", CPU, tmp_path)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == loopback
 
 
 @pytest.mark.parametrize("text", ["^docker,lo", "lo", "l", "=lo", "none,lo", ""])

@@ -22,7 +22,7 @@ FACTS = {
 
 def test_lines_for_the_user() -> None:
     first, second = lines(FACTS)
-    assert first == "2 nodes: n0 (4 x V100), n1 (4 x V100); each process 10 threads, 1 data worker"
+    assert first == "2 nodes: n0 (4 x V100), n1 (4 x V100); 1 data worker for each process"
     assert second == (
         "25,557,032 parameters, SGD(lr=0.1, momentum=0.9, 2 groups), inputs [32, 3, 224, 224], 5,005 steps an epoch"
     )
@@ -30,7 +30,7 @@ def test_lines_for_the_user() -> None:
 
 def test_workers_that_memory_does_not_need_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     train(tmp_path / "run", steps=1, plan="threads=1,workers=2")
-    assert "0 data workers (not 2: the samples are in memory)" in capsys.readouterr().out
+    assert "0 data workers for each process (not 2: the samples are in memory)" in capsys.readouterr().out
 
 
 def test_of_many_nodes_a_few_are_named() -> None:

@@ -214,8 +214,8 @@ def stage(
 ) -> None:
     """Copy data to a disk of the node, once for all processes that ask for it.
 
-    Every copied file is read again and compared. What is there already stays; killed
-    at any moment, it is continued by the same command.
+    Every copied file is read again and compared. Files that are there already stay:
+    after a kill, the same command copies the rest.
     """
     from grappe.data.staging import copied, planned
     from grappe.verbs.data.walk import ProgressMeter

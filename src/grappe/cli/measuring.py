@@ -31,7 +31,7 @@ from grappe.errors import EXIT_FAILURE, EXIT_OK, UsageError
 from grappe.fields import Counts, split, whole_numbers
 from grappe.language import translated_name
 from grappe.launch.files import RUNS
-from grappe.launch.terminal import complain, progress, waiting
+from grappe.launch.terminal import complain, progress, say, waiting
 from grappe.verbs.measure.points import MeasureOptions
 from grappe.words import count_of, filled_table, plain_table
 
@@ -356,9 +356,7 @@ def verify(
         return verify_against(task, against, steps, out, fields=texts, data=data, json=json)
     from grappe.verbs.verify import verify as verb
 
-    findings = list(
-        verb.verify(task, plan or (), fields=texts, data=data, steps=steps, note=progress, complain=complain)
-    )
+    findings = verb.verify(task, plan or (), fields=texts, data=data, steps=steps, note=progress, complain=complain)
     end_progress()
     return _show_verdicts(task, findings, out, json=json)
 
@@ -368,6 +366,8 @@ def _show_verdicts(task: str, findings: Sequence[PlanVerdict], out: Path | None,
     if json:
         show_json("verify", task=task, findings=findings)
     else:
+        if all(finding.verdict == "same" for finding in findings):
+            say(f"same: {task} learns what it learns on one process")
         tick = " ✓" if (sys.stdout.encoding or "").lower().startswith("utf") else ""
         rows = [verdict_cells(finding, tick * finding.learns_the_same) for finding in findings]
         show(filled_table(COLUMNS, rows))

@@ -326,7 +326,7 @@ class BatchLoader:
             return []
         return [
             "collate() pads samples to the longest of its batch: each process loads whole batches, and so pads as one "
-            "process does. dropout=local, or samples of one length, let each load its own alone"
+            "process does. dropout=local, or samples of one length, let a process load its samples alone"
         ]
 
     @property
@@ -415,7 +415,7 @@ def evaluation_loader(task: Task, dataset: Dataset, plan: Plan, world: World) ->
     """
     as_training = task.whole_batch_loss or task.consecutive_batches
     if as_training and plan.validation_batch is not None:
-        why = "batches go on from each other"
+        why = "batches continue one another"
         if task.whole_batch_loss:
             why = "loss compares the samples of a batch"
         raise PlanError(

@@ -29,7 +29,7 @@ REMEDIES = {
         "Make the tensor with device=x.device of an input x, or keep it in the module: register_buffer",
     r"(?:dtype|type).*\b(?:[Dd]ouble|float64)\b.*\b(?:[Ff]loat|float32)\b|same dtype.*(?:Double|double)":
         "Decimal numbers of NumPy and pandas are float64: give float32, as in .float() or astype('float32'). With "
-        "precision=fp64 what forward makes needs dtype=x.dtype",
+        "precision=fp64, tensors made in forward() need dtype=x.dtype",
     r"same dtype.*\b(?:Long|Int|Byte|long|int|unsigned char)\b":
         "The inputs are whole numbers, and this layer takes decimal ones: .float()",
     r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x(\d+)\)":

@@ -144,7 +144,7 @@ def start(
 
     if process.size == process.local_size:
         # A laptop's hostname often resolves to nowhere; processes of one node meet on the loopback interface.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if Path("/sys/class/net/lo").exists() else "lo0")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if "lo" in dict(socket.if_nameindex()).values() else "lo0")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")[: 1 + (backend == "nccl")] if process.size > 1 else ():
         _check_interface(name, os.environ.get(name, ""))
     address = rendezvous_folder / f".rendezvous-{process.job or '0'}"

@@ -25,7 +25,7 @@ IGNORED = -1
 
 
 class Needle(Task):
-    """A GPT on texts in whose first half one of ten tokens is hidden, to be named throughout the second half."""
+    """A GPT that remembers: it reads one of ten tokens in a text's first half, and names it throughout the second."""
 
     epochs: int = 4
     batch_size: int = 2

@@ -48,8 +48,8 @@ class Options:
     stop_on_failed_save: bool = False
     """Abort when a checkpoint cannot be written."""
     training_metrics: bool = False
-    """Compute the metrics over the training batches since the last evaluation, too: training_NAME, shown with the next
-    one and by --print-every."""
+    """Compute the metrics over training batches, too. Each evaluation, and --print-every, shows training_NAME over the
+    batches since the evaluation before."""
     no_check: bool = False
     """Do not compare the first step, and now and then another, with that of one process."""
     noise_scale: bool = False

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from grappe.errors import PlanError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import end_as_programs_do
-from grappe.launch.terminal import user_stream
+from grappe.launch.terminal import user_stream, write
 from grappe.launch.world import World, join
 from grappe.plan import Plan
 from grappe.private_api.multiprocessing import run_exit_functions
@@ -61,6 +61,7 @@ def as_a_program(process: ProcessRank, folder: Path) -> Iterator[None]:
     Joined.process, Joined.folder = process, folder
     stream = user_stream(process)
     if stream is not None:
+        write("", stream, end="")  # clears the line shown while processes start
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.errors, 2)
     end_as_programs_do()

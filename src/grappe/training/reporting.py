@@ -63,9 +63,11 @@ def announce(terminal: UserStream, task: Task, info: RunInfo, plan: Plan, notes:
     """Shows the task, its plan, batch and run, and notes about them."""
     slices, micro = world.data_size, plan.microbatches
     each = -(-task.batch_size // slices)
-    sizes = f" = {slices} x {each}" if slices > 1 or micro > 1 else ""
+    batch = str(task.batch_size)
+    if slices > 1 or micro > 1:
+        batch = f"{task.batch_size} over all processes = {slices} x {each}"
     if micro > 1:
-        sizes = f"{sizes}, each in {micro} microbatches"
+        batch = f"{batch}, each in {micro} microbatches"
     name, kind = short_name(info.task), type(task).__name__
     name = name if name.replace("_", "") == kind.lower() else f"{name} ({kind})"
     say(
@@ -73,10 +75,7 @@ def announce(terminal: UserStream, task: Task, info: RunInfo, plan: Plan, notes:
         f"{count_of(world.threads, 'thread')} each), plan: {plan_name(plan)}",
         terminal,
     )
-    say(
-        f"{info.samples:,} training samples, batch {task.batch_size} over all processes{sizes}; run {info.folder}",
-        terminal,
-    )
+    say(f"{info.samples:,} training samples, batch {batch}; run {info.folder}", terminal)
     for note in (*notes, *task.notes()):
         say(note, terminal)
 
@@ -155,9 +154,8 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     unused = facts.get("workers_unused")
     reason = f" (not {unused}: the samples are in memory)" if unused else ""
     yield (
-        f"{count_of(len(nodes), 'node')}: {', '.join(places[:SHOWN_NODES])}{more}; each process "
-        f"{count_of(facts['threads'], 'thread')}, {count_of(facts['workers'], 'data worker')}"
-        f"{reason}"
+        f"{count_of(len(nodes), 'node')}: {', '.join(places[:SHOWN_NODES])}{more}; "
+        f"{count_of(facts['workers'], 'data worker')} for each process{reason}"
     )
     shapes = " and ".join(str(shape) for shape in facts["inputs"]) or "no tensors"
     yield (

@@ -179,8 +179,8 @@ def _used(used: dict[str, Any]) -> str:
         if number(used.get(name))
     ]
     for name, value in entries(used.get("joules")).items():
-        measured = isinstance(value, int | float)
-        parts.append(f"{number(value):,.0f} J ({name})" if measured else f"energy of {name} not measurable here")
+        if isinstance(value, int | float):
+            parts.append(f"{value:,.0f} J ({name})")
     parts += [f"peak {number(value):,.0f} W ({name})" for name, value in entries(used.get("watts")).items()]
     return ", ".join(parts)
 

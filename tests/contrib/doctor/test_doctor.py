@@ -61,6 +61,6 @@ def test_the_same_of_several_nodes_is_said_once() -> None:
     assert [(one.what, one.host) for one in found] == [("full", "n0"), ("slow", ""), ("idle", "n1")]
     assert doctor.text(found) == "ERROR: full (on n0)\nwarning: slow\n  why: why\n  do:  do\nnote: idle (on n1)"
     assert doctor.failed(found)
-    assert doctor.summary(found).endswith(": everything else is fine")
+    assert doctor.summary(found).endswith(": 2 problems")
     assert f"torch {importlib.metadata.version('torch')}, Python 3." in doctor.summary([idle])
     assert doctor.summary([idle]).endswith(": nothing is wrong here")

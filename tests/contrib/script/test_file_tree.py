@@ -126,6 +126,7 @@ def test_a_script_with_a_tree_of_files_prints_and_saves_what_one_process_does(tm
             (tmp_path / name / file).write_text(text)
         shown = on_a_terminal(tmp_path / name, *([GRAPPE, *words] if words else [sys.executable]), "main.py")
         assert "whole batches" not in shown
+        assert re.findall(r"starting 2 processes …(.{4})", shown) == (["\r\033[K"] if words else [])
         lines[name] = re.findall(r"Loss: .*?\)|Epoch: \d|Saving", shown)
         saved[name] = torch.load(tmp_path / name / "checkpoint" / "ckpt.pth")
     assert lines["launched"] == lines["plain"] and len(lines["plain"]) >= 2 * (1 + 3 + 2)

@@ -46,7 +46,7 @@ class DeepSpeed(Engine):
                 f"engine=deepspeed offloads only sharded state: use shard={plan.replicate} with offload={plan.offload}"
             )
         if plan.offload.startswith(settings.NVME) and plan.zero < 3:
-            return f"engine=deepspeed keeps a disk for zero=3: leave zero={plan.zero} out, or use offload=cpu"
+            return f"engine=deepspeed uses a disk under zero=3 alone: leave zero={plan.zero} out, or use offload=cpu"
         if not library.installed():
             return library.INSTALL
         settings.allowed(plan, None)

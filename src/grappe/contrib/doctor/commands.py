@@ -66,8 +66,8 @@ def doctor(
         show_json("doctor", findings=findings)
     elif is_main_process():
         shown = [finding for finding in findings if finding.level != "note"] if job else findings
-        if shown:
-            say(verb.text(shown))
         if not job:
             say(verb.summary(findings))
+        if shown:
+            say(verb.text(shown))
     return EXIT_FAILURE if verb.failed(findings) else EXIT_OK

@@ -18,7 +18,7 @@ from grappe.errors import EXIT_FAILURE, GrappeError
 from grappe.launch.child import doubt
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
-from grappe.words import first_line, host_name
+from grappe.words import count_of, first_line, host_name
 
 WORDS = {"error": "ERROR", "warning": "warning", "note": "note"}
 CLOCK_SECONDS = 20.0  # leases of runs tell the living from the dead by the clock
@@ -137,12 +137,12 @@ def text(findings: Sequence[Finding]) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Returns the last line: versions, and whether anything is wrong."""
-    worst = any(finding.level != "note" for finding in findings)
+    """Returns the first line: versions, and whether anything is wrong."""
+    wrong = sum(finding.level != "note" for finding in findings)
     torch = importlib.metadata.version("torch")
     return (
         f"grappe {grappe.__version__}, torch {torch}, Python {platform.python_version()}: "
-        f"{'everything else is fine' if worst else 'nothing is wrong here'}"
+        f"{count_of(wrong, 'problem') if wrong else 'nothing is wrong here'}"
     )
 
 

@@ -141,7 +141,7 @@ def _show_compared(task: str, here: Recorded, out: Path | None, *, json: bool) -
             ("results compared", f"{verdict.results:,}, and {verdict.calls:,} calls of operators on drawn inputs"),
             *([("operator", verdict.operator)] if verdict.operator else []),
             *([("script", f"{script}: shows the call, for who makes the library")] if verdict.script else []),
-            ("largest difference", f"{verdict.largest:.1e} of a norm; rounding makes {verdict.noise[0]:.1e} there, "
+            ("largest difference", f"{verdict.largest:.1e} of a norm; rounding alone: {verdict.noise[0]:.1e} there, "
              f"{verdict.noise[1]:.1e} here"),
             *(("another machine", change) for change in verdict.machines),
         ])  # fmt: skip

@@ -471,7 +471,7 @@ class Comparison(StepHandler):
         elif max(distance(name, each.clamp(-most, most)) for name, each in b.items()) <= TENSOR:
             why = f"clipping: each value to {most:.4g} in the script, {self._clip()} in the task"
         else:
-            why = "another graph, as losses are the same: a detach, or a loss of which a part is not learned"
+            why = "the losses are the same, so the graph differs: a detach, or a part of the loss without a gradient"
         self._differ(f"gradient of {worst}, {apart[worst]:.1e} apart: {why}")
 
     def _clip(self) -> str:

@@ -209,7 +209,7 @@ def _refuse_options(options: Options, search_options: spaces.SearchOptions, jobs
         return
     if options.time_limit is not None:
         raise UsageError(
-            "--time-limit is of this machine; each trial's job has its own, and requeues itself: --job-time"
+            "--time-limit is for trainings on this machine: a trial's job has --job-time, and requeues itself"
         )
     if jobs.name is not None or jobs.gpus:
         which = "--name" if jobs.name is not None else "--gpus"

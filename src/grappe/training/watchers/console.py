@@ -179,8 +179,8 @@ class Console(Watcher):
             rows.append(("validation", outcome.limited_validation))
         spent = outcome.timing.totals
         total = sum(spent.values())
-        least = max(0.05, 0.005 * total)
-        parts = [f"{self._word(name)} {seconds:.1f} s" for name, seconds in spent.items() if seconds >= least]
+        longest, least = sorted(spent.items(), key=lambda part: -part[1]), max(0.05, 0.02 * total)
+        parts = [f"{self._word(name)} {seconds:.1f} s" for name, seconds in longest if seconds >= least]
         rows.append(("time", str(translated(f"{total:.1f} s: {', '.join(parts)}", self._console.file))))
         if outcome.headspace.advice:
             waits = outcome.headspace

@@ -199,7 +199,7 @@ def larger_batch(points: Sequence[Measurement]) -> list[tuple[Plan, int]]:
 
 
 COLUMNS = (
-    "plan", "batch", "samples/s", "speed-up", "efficiency", "data, of a step", "communication", "imbalance",
+    "plan", "batch", "samples/s", "speed-up", "efficiency", "data", "communication", "imbalance",
     "memory, MB", "of reachable FLOP/s", "J a sample",
 )  # fmt: skip
 LEAST = 0.005  # of the time; what takes less is in one row together, or not shown
@@ -237,10 +237,10 @@ def _share(part: float) -> str:
 
 
 def notes(points: Sequence[Measurement]) -> Iterator[str]:
-    """Lists values that could not be measured, once for each reason."""
-    reasons = {(what, reason) for point in points for what, reason in point.unmeasured.items()}
+    """Lists values that could not be measured, once for each reason; that a CPU counts no energy helps nobody."""
+    reasons = {(what, reason) for point in points for what, reason in point.unmeasured.items() if what != "processors"}
     for what, reason in sorted(reasons):
-        label = {"processors": "energy of the processors", "gpu": "energy of the GPU", "flops": "operations"}
+        label = {"gpu": "energy of the GPU", "flops": "operations"}
         yield f"{label.get(what, what)}: not measurable here: {reason}"
 
 

@@ -72,7 +72,7 @@ def predict(
     Raises:
         DataError: a file has no samples of the model's, or the model cannot take them.
         UsageError: `inputs` is none of these.
-        PlanError: a key of the plan has no meaning for predictions, or the task's batches go on from each other.
+        PlanError: a key of the plan has no meaning for predictions, or the task's batches continue one another.
         TaskError: the output does not have a row for each sample.
     """
     run = run if isinstance(run, Run) else Run(run)
@@ -84,7 +84,7 @@ def predict(
     if plan != Plan():
         if plan.processes > 1 and made.consecutive_batches:
             raise PlanError(
-                f"{type(made).__name__}'s batches go on from each other, so one process predicts them: leave --plan out"
+                f"{type(made).__name__}'s batches continue one another, so one process predicts them: leave --plan out"
             )
         _, chosen = choose(run, checkpoint)
         taken(chosen.folder.name)
