@@ -42,6 +42,6 @@ def wheelhouse(folder: Path, *, lacks: Iterable[str] = (), extra: Iterable[str] 
         if name == "grappe" or name in lacks:
             continue
         places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-        files = {"borrowed.pth": "\n".join(sorted(places))} if name == "torch" else {}
+        files = {"borrowed.pth": f"import sys; sys.path += {sorted(places)}"} if name == "torch" else {}
         wheel(folder, found.metadata["Name"], found.version, needs, files)
     return folder

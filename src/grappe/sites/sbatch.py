@@ -134,8 +134,8 @@ class JobOptions:
     name: str | None = None
     """The job's name. Default: the run's."""
     env: str = ""
-    """Environment: here, virtualenv (made on each node), module, conda:NAME, a venv's folder, a .sif image. Default:
-    the site's."""
+    """Environment: here, virtualenv (made on each node), module, conda:NAME, a venv's folder, a .sif image; uv (of this
+    folder's uv.lock) or pack:FOLDER: packed in one file, unpacked on each node. Default: the site's."""
     modules: Names = ()
     """Modules to load instead of the site's: python/3.12,gcc,cuda/12.6."""
     with_: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from grappe import sites
-from grappe.contrib.slurm.environment import MADE_ON_NODES, Packages
+from grappe.contrib.slurm.environment import MADE_ON_NODES, Pack, Packages
 from grappe.contrib.slurm.script import Script, render
 from grappe.plan import Plan
 from grappe.sites.layout import layout
@@ -24,6 +24,7 @@ OPTIONS = {
     "sbatch": ("--exclude=n1", "--comment=mine", "--hint=compute_bound"),
 }
 PACKAGES = Packages(files={}, key="0123456789ab", locked=True)
+PACK = Pack(file=Path("/scratch/me/.grappe-environments/0123456789ab.tar.zst"), source=Path("/home/me/env"))
 SIZES = ("1-gpu", "1-node", "2-nodes")
 
 
@@ -79,6 +80,7 @@ def others(site: Site) -> dict[str, Script]:
         "script": dataclasses.replace(own, arguments=("mine.py", "--lr", "0.1")),
         "script-chain": with_job(own, chain=3),
         "options": with_job(training, **OPTIONS),
+        "pack": dataclasses.replace(with_job(training, env="pack:/home/me/env"), packages=None, pack=PACK),
         "tune": dataclasses.replace(
             other,
             kind=TUNE,

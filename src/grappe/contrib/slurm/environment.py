@@ -1,4 +1,4 @@
-"""Packages of a Python environment that a job makes on its nodes from wheels; grappe's own wheel."""
+"""Packages of a Python environment that a job makes on its nodes from wheels, or unpacks there; grappe's own wheel."""
 
 from __future__ import annotations
 
@@ -34,6 +34,18 @@ class Packages:
     def folder_name(self) -> str:
         """Returns the name of the folder in the run's logs that holds the files."""
         return f"environment-{self.key}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pack:
+    """An environment in one file, named by a hash of all that it depends on."""
+
+    file: Path
+    source: Path | None
+    """The environment's folder; None: uv makes it of the project in the current folder."""
+    modules: tuple[str, ...] = ()
+    python: str = ""
+    """The interpreter of uv's environment."""
 
 
 def libraries(plan: Plan) -> set[str]:

@@ -12,14 +12,18 @@ run=${BASH_SOURCE[0]%/logs/*}
 
 # ---- once on each node ----
 
+own_folder() {
+    (umask 077 && mkdir -p "$1")
+    [ -O "$1" ] || { echo "$1 is not yours: give another folder as TMPDIR" >&2; return 1; }
+}
+
 # make_environment FOLDER KIND PYTHON [OPTION OF PIP …]: a Python environment of the wheels in the run's logs, complete or
 # not there. It is made once for a folder's name, which is a hash of all packages; the first is kept for later jobs.
 make_environment() {
     local env=$1 kind=$2 python=$3 key=${1##*/}
     shift 3
     local kept=${run%/*}/.environments/$key.tar packages=$run/logs/environment-$key new=$env.$SLURM_JOB_ID.$$
-    (umask 077 && mkdir -p "${env%/*}")
-    [ -O "${env%/*}" ] || { echo "${env%/*} is not yours: give another folder as TMPDIR" >&2; return 1; }
+    own_folder "${env%/*}" || return 1
     [ ! -e "$env" ] || return 0
     [ -d "$packages" ] || { echo "there is no $packages: grappe submit writes it" >&2; return 1; }
     mkdir "$new" || return 1
@@ -42,6 +46,39 @@ make_environment() {
     fi
     mv -T -- "$new" "$env" 2>/dev/null || rm -rf -- "$new" # another job on this node was first
     [ -e "$env" ]
+}
+
+# unpack_environment FOLDER FILE: a packed environment on this node's disk, complete or not there; later jobs find it.
+unpack_environment() {
+    local env=$1 file=$2 answer why=""
+    own_folder "${env%/*}" || return 1
+    exec 9> "$env.lock" && flock 9 # another job may be unpacking it here
+    [ ! -e "$env/.unpacked" ] || return 0
+    rm -rf -- "$env"
+    if [ ! -r "$file" ]; then
+        why="there is no such file: submit again, which packs it"
+    elif [[ $file == *.zst ]] && ! command -v zstd >/dev/null; then
+        why="there is no zstd here: zstd -d --rm $file on a login node, and submit again"
+    elif ! { answer=$(mkdir "$env" 2>&1) && answer=$(tar -xf "$file" -C "$env" 2>&1); }; then
+        why="it is damaged: rm $file, and submit again, which packs it anew (${answer%%$'\n'*})"
+        case $answer in *"No space left"* | *"uota exceeded"*)
+            why="no room in ${env%/*}, $(df -h --output=avail "${env%/*}" | tail -n 1 | tr -d " ") free: ask for more local disk (--sbatch --tmp=20G)" ;;
+        esac
+    elif ! answer=$("$env/bin/python" -c "" 2>&1); then
+        why="its interpreter $(readlink "$env/bin/python") does not run here: load its module (--modules), or make it with one of the nodes"
+    elif [ -e "$env/bin/conda-unpack" ] && ! answer=$("$env/bin/python" "$env/bin/conda-unpack" 2>&1); then
+        why="conda-unpack: ${answer##*$'\n'}"
+    else
+        # What names the folder in which it was made: scripts of Python, and of activation, which a job has no need of.
+        rm -f -- "$env"/bin/*activate*
+        grep -lIEsZ "^(#!|'''exec' \"?)/.*/python" "$env"/bin/* | xargs -0r sed -i -E -e "1s|^#!/.*/(python[0-9.]*)|#!$env/bin/\1|" \
+            -e "2s|^'''exec' .*/(python[0-9.]*)\"? |'''exec' \"$env/bin/\1\" |"
+        : > "$env/.unpacked"
+        return
+    fi
+    echo "$(hostname): the environment $file cannot be unpacked: $why" >&2
+    rm -rf -- "$env"
+    return 1
 }
 
 # unpack ARCHIVE FOLDER

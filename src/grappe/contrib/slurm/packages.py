@@ -6,6 +6,7 @@ A Python file's imports are read from its text: nothing of the file is run.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -33,7 +34,6 @@ from grappe.sites.schema import Site
 from grappe.training.run import Run
 
 PIP_SECONDS = 300.0
-MOST_MISSING = 40
 MISSING = re.compile(
     r"Could not find a version that satisfies the requirement (?P<what>.+?)"
     r"(?: \(from (?!versions)(?P<by>[^)]*)\))? \(from versions: (?P<versions>[^)]*)\)"
@@ -86,7 +86,7 @@ def resolve(
         missing: dict[str, re.Match[str]] = {}
         while (output := _pip(folder, [own, *requirements], house, len(missing))) is not None:
             match = MISSING.search(output)
-            if match is None or len(missing) == MOST_MISSING or match["what"] in missing:
+            if match is None or match["what"] in missing:
                 if missing:
                     break
                 lines = output.replace(f"{folder}/", "").splitlines()
@@ -119,7 +119,7 @@ def _pip(folder: Path, requirements: list[str], house: Wheelhouse, lacking: int)
     for requirement in requirements:
         words += requirement.split(" ", 1) if requirement.startswith("-r ") else [requirement]
     try:
-        _run_in(house.modules, words)
+        run_in(house.modules, words)
     except command.Failed as error:
         output = str(error)
         if error.code == NO_MODULES:
@@ -137,16 +137,15 @@ def _pip(folder: Path, requirements: list[str], house: Wheelhouse, lacking: int)
     return None
 
 
-def _run_in(modules: Sequence[str], words: Sequence[str]) -> str:
+def run_in(modules: Sequence[str], words: Sequence[str], seconds: float = PIP_SECONDS, **variables: str) -> str:
     """Runs a program as the job does: with these modules, without the user's own packages or another Python's."""
     if modules:
         words = ["bash", "-c", WITH_MODULES, "bash", str(len(modules)), *modules, *words]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return command.run(*words, seconds=PIP_SECONDS, environment={**clean, "PYTHONNOUSERSITE": "1"})
+    return command.run(*words, seconds=seconds, environment={**clean, "PYTHONNOUSERSITE": "1", **variables})
 
 
 PINNED = re.compile(r"^torch===?(\S+)$", re.MULTILINE)
-LISTED = re.compile(r"^torch\s+(\d[\w.+]*)", re.MULTILINE)
 INSTALLED = "print(__import__('importlib.metadata').metadata.version('torch'))"
 
 
@@ -154,32 +153,25 @@ def torch_of(script: Script) -> str:
     """Says which torch a job gets, and from where; "" if that is not known before the job."""
     kind, content = script.environment, script.packages
     if content is None:
-        folders = sys.path if kind == "here" else map(str, Path(kind).glob("lib/python3*/site-packages"))
+        places = Path(kind.removeprefix("pack:")).glob("lib/python3*/site-packages")
+        folders = sys.path if kind == "here" else map(str, places)
         distributions = importlib.metadata.distributions(name="torch", path=list(folders))
         return next((f"torch {torch.version}, as installed" for torch in distributions), "")
     if pinned := PINNED.search(content.files[environment.REQUIREMENTS].decode()):
         return f"torch {pinned[1]}, from wheels"
-    try:
-        if kind == "module" and content.locked:
-            version = _run_in(script.modules, ["python", "-c", INSTALLED]).strip()
-            return f"torch {version}, of the modules"
-        versions = LISTED.findall(command.run("avail_wheels", "torch"))
-    except GrappeError:
+    if kind != "module" or not content.locked:
         return ""
-    newest = max(versions, key=lambda text: [int(number) for number in re.findall(r"\d+", text)], default="")
-    return newest and f"torch {newest}, if the newest that avail_wheels lists fits"
+    with contextlib.suppress(GrappeError):
+        return f"torch {run_in(script.modules, ['python', '-c', INSTALLED]).strip()}, of the modules"
+    return ""
 
 
 def _stand_in(folder: Path, what: str) -> bool:
     """Replaces a missing package by an empty one, so that pip names the next one; returns whether it could."""
     name, *_ = NAME.findall(what)
-    needs: list[str] = []
     version = match[1] if (match := VERSION.search(what)) else "0"
-    try:
-        here = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    else:
+    needs: list[str] = []
+    for here in importlib.metadata.distributions(name=name):
         needs = [requirement for requirement in here.requires or () if "extra ==" not in requirement]
         version = here.version.partition("+")[0] if "==" not in what else version
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -243,17 +235,12 @@ def packages_of_file(file: Path) -> list[str]:
 def modules_of_file(file: Path) -> set[str]:
     """Returns the top-level modules of others that a file and its imported neighbours import."""
     places = [file.resolve().parent, Path.cwd()]
-    seen: set[Path] = set()
     modules: set[str] = set()
-    waiting = [file.resolve()]
-    while waiting:
-        current = waiting.pop()
-        if current in seen:
-            continue
-        seen.add(current)
+    files = [file.resolve()]
+    for current in files:  # which grows by the neighbours
         for name in imported(current):
             near = _beside(name, places)
-            waiting += near
+            files += [path for path in near if path not in files]
             top = name.partition(".")[0]
             if not near and top not in sys.stdlib_module_names:
                 modules.add(top)
@@ -278,24 +265,21 @@ def imported(file: Path) -> list[str]:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError):
         return []
-    return list(_names(tree.body))
+    return list(_names(tree))
 
 
-def _names(body: list[ast.stmt]) -> Iterator[str]:
-    for statement in body:
-        if isinstance(statement, ast.Import):
-            yield from (alias.name for alias in statement.names)
-        elif isinstance(statement, ast.ImportFrom) and statement.level == 0 and statement.module:
-            yield statement.module
-        elif isinstance(statement, ast.Try) and any(map(_forgives, statement.handlers)):
-            yield from _names([*statement.orelse, *statement.finalbody])
-        elif not (isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test)):
-            inner = (part for _, part in ast.iter_fields(statement) if isinstance(part, list))
-            for part in inner:
-                yield from _names([statement for statement in part if isinstance(statement, ast.stmt)])
-                for case in part:
-                    if isinstance(case, ast.ExceptHandler | ast.match_case):
-                        yield from _names(case.body)
+def _names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+        elif isinstance(node, ast.Try) and any(map(_forgives, node.handlers)):
+            yield from _names(ast.Module([*node.orelse, *node.finalbody], []))
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        elif isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _names(node)
 
 
 def _forgives(handler: ast.ExceptHandler) -> bool:

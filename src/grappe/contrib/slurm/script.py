@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grappe.contrib.slurm import environment
-from grappe.contrib.slurm.environment import Packages
+from grappe.contrib.slurm.environment import Pack, Packages
 from grappe.errors import UsageError
 from grappe.errors.foreign_text import printable
 from grappe.fields import NumberRange
@@ -60,6 +60,8 @@ class Script:
     """Whether the processes save when they get USR2."""
     packages: Packages | None = None
     """Packages of an environment that is made on the nodes."""
+    pack: Pack | None = None
+    """A packed environment, which each node unpacks."""
     command: str = ""
     """The command that made the script, as a comment for the reader."""
     time_note: str = ""
@@ -219,8 +221,9 @@ def with_mps(options: list[str], site: Site, layout: Layout, plan: Plan) -> list
 def _environment(script: Script) -> list[str]:
     """Renders the environment: modules, variables, and the Python interpreter."""
     site, kind, local = script.site, script.environment, script.site.job.local
-    made, lines = kind in environment.MADE_ON_NODES, []
-    if made:
+    made, pack, lines = kind in environment.MADE_ON_NODES, script.pack, []
+    base_folder = f"{local or '${TMPDIR:-/tmp}'}/grappe-$UID"
+    if made or pack:
         lines.append("unset PYTHONPATH PYTHONHOME; export PYTHONNOUSERSITE=1 # no packages of another Python")
     if modules := script.modules if made else script.job.modules:
         lines.append(f"module purge\nmodule load {' '.join(modules)}")
@@ -242,15 +245,19 @@ def _environment(script: Script) -> list[str]:
         words = [] if wheels is None else [f"--find-links {shlex.quote(str(wheels))}"]
         words += ["--no-deps"] if script.packages.locked else []
         base = "python" if script.modules else shlex.quote(script.python)
-        lines.append(f'env="{local or "${TMPDIR:-/tmp}"}/grappe-$UID/{script.packages.key}"')
+        lines.append(f'env="{base_folder}/{script.packages.key}"')
         lines.append(" ".join(['on_each_node make_environment "$env"', kind, base, *words]))
+    if pack:
+        lines.append(f'env="{base_folder}/{pack.file.name.partition(".")[0]}"')
+        lines.append(f'on_each_node unpack_environment "$env" {shlex.quote(str(pack.file))}')
+        lines.append('export PATH="$env/bin:$PATH" VIRTUAL_ENV="$env"')
     return [*lines, f"python={_python(script, kind)}"]
 
 
 def _python(script: Script, kind: str) -> str:
     if kind == "here":
         return shlex.quote(script.python)
-    if kind in environment.MADE_ON_NODES:
+    if kind in environment.MADE_ON_NODES or script.pack:
         return "$env/bin/python"
     if kind.startswith("conda:"):
         return f"(conda run --no-capture-output --name {shlex.quote(kind.removeprefix('conda:'))} python)"

@@ -19,6 +19,7 @@ from grappe.contrib.slurm import slurm
 from grappe.contrib.slurm.environment import MADE_ON_NODES
 from grappe.contrib.slurm.forecast import with_time
 from grappe.contrib.slurm.jobs import FAILED_NODES, nodes_to_leave_out, record_job
+from grappe.contrib.slurm.pack import PACK, UV, make_pack, pack_of
 from grappe.contrib.slurm.packages import imported, job_packages, torch_of
 from grappe.contrib.slurm.resources import ON_CPU, Submission, jobs_of, laid_out, without_options
 from grappe.contrib.slurm.script import FUNCTIONS, Script, check_name, cost, notice, render
@@ -85,6 +86,8 @@ def submit_all(
     if examine is not None:
         for asked, script in zip(jobs, scripts, strict=True):
             examine(asked, script)
+    for pack in () if show else [script.pack for script in scripts if script.pack is not None]:
+        make_pack(pack)
     for number, (script, text) in enumerate(zip(scripts, texts, strict=True)):
         if number and not show:
             time.sleep(BETWEEN_SECONDS)
@@ -188,6 +191,8 @@ def job_script(submission: Submission, *, show: bool = False) -> Script:
     if not show:
         slurm.check_controller()  # before pip is asked, which may take minutes
     content, note = job_packages(submission, site, plan, show=show)
+    env = _environment(job.env)
+    pack = pack_of(env, site, job.modules, run.parent, show=show)
     is_script = submission.command == SCRIPT
     # Of a search the doctor gets the task alone, since its fields are ranges.
     fields = () if submission.command == TUNE else submission.fields
@@ -204,7 +209,7 @@ def job_script(submission: Submission, *, show: bool = False) -> Script:
         plan=plan,
         job=dataclasses.replace(
             job,
-            env=_environment(job.env),
+            env=env,
             wheels=job.wheels and job.wheels.absolute(),
             stage=job.stage and job.stage.absolute(),
             chain=job.chain or (0 if site.job.requeue else 1),  # a chain of one does not requeue
@@ -221,6 +226,7 @@ def job_script(submission: Submission, *, show: bool = False) -> Script:
         lightning=not modules.isdisjoint(LIGHTNING),
         saves=saves,
         packages=content,
+        pack=pack,
         command=shlex.join(_command(submission, site, run)),
         time_note=time_note,
         unchecked=note,
@@ -311,17 +317,18 @@ def _check_task(submission: Submission, plans: Iterable[Plan], *, existing: bool
 
 def _environment(text: str) -> str:
     """Returns the environment's text with absolute paths."""
-    if text in ("", "here", "virtualenv", "module") or text.startswith("conda:"):
+    if text in ("", "here", "virtualenv", "module", UV) or text.startswith("conda:"):
         return text
-    path = Path(text).absolute()
-    image = path.suffix in (".sif", ".simg")
+    kind = PACK if text.startswith(PACK) else ""
+    path = Path(text.removeprefix(kind)).absolute()
+    image = not kind and path.suffix in (".sif", ".simg")
     if not (path.is_file() if image else (path / "bin" / "python").exists()):
         what = "no such image" if image else "no bin/python in it"
         raise UsageError(
-            f"--env={text}: {what}. Give here, virtualenv, module, conda:NAME, the folder of a virtual environment, "
-            "or a .sif image"
+            f"--env={text}: {what}. Give here, virtualenv, module, uv, conda:NAME, the folder of a virtual "
+            "environment, pack: and such a folder, or a .sif image"
         )
-    return str(path)
+    return f"{kind}{path}"
 
 
 def _command(submission: Submission, site: Site, run: Path) -> Iterator[str]:

@@ -1,0 +1,42 @@
+#!/bin/bash
+# Made by: grappe submit --site jean-zay-a100 -- train digits epochs=3
+# Jean Zay, A100, IDRIS. 8 processes on 1 node, plan: replicate=8
+# 8 GPUs for at most 00:30:00: 4 GPU-hours
+# Unconfirmed, job.mps: seen in users' scripts only
+# Unconfirmed, job.modules: the version is from memory: module avail pytorch-gpu
+# Unconfirmed, queue: seen in users' scripts only
+# Unconfirmed, node.cores: seen in users' scripts only
+#SBATCH --job-name=digits-1
+#SBATCH --account=abc@a100
+#SBATCH --constraint=a100
+#SBATCH --hint=nomultithread
+#SBATCH --qos=qos_gpu_a100-t3
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --gres=gpu:8
+#SBATCH --time=00:30:00
+#SBATCH --signal=B:USR2@90
+#SBATCH --output=/scratch/me/runs/digits-1/logs/job-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+
+set -u
+cd -- /scratch/me || exit 1
+run=/scratch/me/runs/digits-1
+# Passes signals on to the processes, puts the job back into the queue: grappe submit writes the file.
+source "$run/logs/job.sh" || exit 1
+
+unset PYTHONPATH PYTHONHOME; export PYTHONNOUSERSITE=1 # no packages of another Python
+export WANDB_MODE=offline HF_HUB_OFFLINE=1 # compute nodes have no internet here
+env="${TMPDIR:-/tmp}/grappe-$UID/0123456789ab"
+on_each_node unpack_environment "$env" /scratch/me/.grappe-environments/0123456789ab.tar.zst
+export PATH="$env/bin:$PATH" VIRTUAL_ENV="$env"
+python=$env/bin/python
+
+step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits epochs=3 --job --plan replicate=8 --runs "$run"
+work() {
+    step srun --kill-on-bad-exit=1 --wait=60 --label --gpu-bind=none "$python" -m grappe train digits epochs=3 --plan replicate=8 --run "$run" --data data
+}
+keep_going
+finish train 50
