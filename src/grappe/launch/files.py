@@ -359,14 +359,18 @@ def take_lock(stream: IO[Any]) -> bool:
 
 
 @contextlib.contextmanager
-def scratch(name: str) -> Iterator[Path]:
-    """Makes a folder that all processes of this start share; process 0 removes it in the end."""
+def scratch(name: str, base: Path | None = None) -> Iterator[Path]:
+    """Names a folder that all processes of this start share; process 0 removes it in the end.
+
+    Args:
+        base: a folder that all nodes see; None: RUNS.
+    """
     process = rank_from_environment()
     if process is None:
         with tempfile.TemporaryDirectory(prefix=f"grappe-{name}-") as folder:
             yield Path(folder)
         return
-    shared = rendezvous_folder_of(process, None) / f"{name}-{process.job}"
+    shared = rendezvous_folder_of(process, base) / f"{name}-{process.job}"
     if process.rank == 0:
         remove_tree(shared)
     try:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from grappe.errors import UsageError
 from grappe.errors.foreign_text import printable
 
 # Slurm's own steps, of salloc's shell and of the batch script, count down from the top.
 INTERACTIVE_STEPS = 0xFFFFFFF0
+OF_ONE_PROCESS = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("ROLE_WORLD_SIZE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"),
+)
+"""Variables of torchrun and srun by which a program tells processes apart, or counts them."""
 MOST_PROCESSES, DIGITS = 10**6, 12
 
 
@@ -49,6 +55,16 @@ def rank_from_environment(environment: Mapping[str, str] = os.environ) -> Proces
     names = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}
     in_step = step.isdigit() and int(step) < INTERACTIVE_STEPS and names <= environment.keys()
     return _srun(environment) if in_step and "SLURM_PTY_PORT" not in environment else None
+
+
+@contextlib.contextmanager
+def hidden_rank() -> Iterator[None]:
+    """Context in which this process finds none of its launcher's variables of one process."""
+    hidden = {name: os.environ.pop(name) for name in OF_ONE_PROCESS if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def is_main_process() -> bool:

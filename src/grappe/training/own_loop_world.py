@@ -54,7 +54,7 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def as_a_program(process: ProcessRank, folder: Path) -> Iterator[None]:
-    """Context of a user's program in one of a local launch's processes: its terminal, its signals, its exit functions.
+    """Context of a user's program in one of a launch's processes: its terminal, its signals, its exit functions.
 
     Process 0 has the terminal.
     """
@@ -68,7 +68,7 @@ def as_a_program(process: ProcessRank, folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        run_exit_functions()  # a forked process would leave them out
+        run_exit_functions()  # a forked process would leave them out, and one of a launcher's
 
 
 def call_function(request: tuple[Callable[..., Any], Sequence[Any], str], process: ProcessRank, folder: Path) -> Any:

@@ -1,6 +1,8 @@
 """grappe launch: scripts on the processes of a plan, their exit codes, and what is refused."""
 
 import ast
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,9 @@ from grappe.cli.exit import script_apart
 from grappe.contrib.script.launch import ITS_OWN, imports_of, launch
 from grappe.errors import EXIT_INTERRUPTED, ProcessDied, UsageError
 from grappe.training.run import Run
-from tests.commands import GRAPPE
+from tests.commands import GRAPPE, Command, until
+from tests.contrib.script.plainly import as_it_is
+from tests.launch.test_rank import two_nodes
 
 PLAN = "replicate=2,device=cpu,threads=1"
 LOOP = """
@@ -273,3 +277,73 @@ def test_a_script_s_own_error_is_shown_as_python_shows_it(how: str, plan: str, s
     assert [line for line in shown.splitlines() if line in lines] == lines, "once"
     assert "src/grappe" not in err and "<frozen" not in err
     assert err.splitlines()[-1].startswith("grappe: train.py fail")
+
+
+NODES = """
+import os, sys, tempfile, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+assert not {"SLURM_PROCID", "SLURM_NODEID"} & os.environ.keys()
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.randn(48, 4), torch.randn(48, 2)), 4, shuffle=True)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for number, (inputs, targets) in enumerate(loader):
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    print(number, f"{loss.item():.3f}", flush=True)
+    if number == 5:
+        open("reached", "w").close()
+    while number == 5 and "waits" in sys.argv and not os.path.exists("go"):
+        time.sleep(0.01)
+folder = os.environ["OWN"] if "own" in sys.argv else tempfile.mkdtemp()
+torch.save(model.state_dict(), f"{folder}/best.pt")
+model.load_state_dict(torch.load(f"{folder}/best.pt"))
+print("loaded")
+"""
+
+
+def on_two_nodes(start, folder: Path, *words: str) -> list[Command]:
+    """Starts a script as srun does on two nodes, each with a temporary folder of its own.
+
+    Cold, as a script that resumes compares the variables of all functions that run: of those of a warm start, too.
+    """
+    (folder / "train.py").write_text(NODES)
+    own = [folder / f"node-{rank}" for rank in range(2)]
+    for each in own:
+        each.mkdir(exist_ok=True)
+    variables = [{**two_nodes(rank), "TMPDIR": str(own[rank]), "OWN": str(own[rank])} for rank in range(2)]
+    return [
+        start(GRAPPE, "launch", "--plan", PLAN, "--run", "runs/mine", *words, cold=True, **each) for each in variables
+    ]
+
+
+def test_what_srun_starts_on_two_nodes_is_interrupted_and_resumes_as_one_process(start, tmp_path: Path) -> None:
+    first, second = on_two_nodes(start, tmp_path, "train.py", "waits")
+    until((tmp_path / "reached").exists, "it trains")
+    for each in (first, second):
+        os.kill(each.process.pid, signal.SIGUSR2)
+    (tmp_path / "go").touch()
+    assert second.end() == (0, "", "")
+    code, before, err = first.end()
+    assert (code, err) == (EXIT_INTERRUPTED, "")
+    first, second = on_two_nodes(start, tmp_path, "train.py", "waits")
+    (code, after, err), other = first.end(), second.end()
+    assert (code, err, other) == (0, "", (0, "", ""))
+    plain = as_it_is(NODES, tmp_path / "node-0", "waits_not")
+    assert dict.fromkeys((before + after).splitlines()) == dict.fromkeys(plain.splitlines())
+    assert plain.startswith(before) and plain.endswith(after)
+    ends = [each.end()[::2] for each in on_two_nodes(start, tmp_path, "train.py", "waits")]
+    assert ends == [(0, "grappe: runs/mine is finished: nothing to do\n"), (0, "")]
+    assert sorted(each.name for each in (tmp_path / "runs").iterdir()) == ["mine"]
+
+
+def test_a_file_on_a_nodes_own_disk_is_named_as_the_cause(start, tmp_path: Path) -> None:
+    ends = [each.end() for each in on_two_nodes(start, tmp_path, "train.py", "own")]
+    assert [code for code, _, _ in ends] == [1, 1]
+    said = "".join(err for _, _, err in ends)
+    assert said.count("is on the node of process 0 alone") == 1, said
+    assert "best.pt" in said and ends[1][1] == ""

@@ -12,9 +12,9 @@ from grappe.errors import PlanError, UsageError
 from grappe.training.run import Run
 from grappe.verbs.measure.measure import gather
 from grappe.verbs.measure.points import MeasureOptions
+from tests.launch.test_rank import two_nodes
 
 PLAN = "device=cpu,threads=1"
-
 SCRIPT = """
 import sys
 import torch
@@ -79,3 +79,10 @@ def test_a_launched_run_is_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (point,) = gather([Path("run")])
     assert (point.plan, point.batch, len(point.trials)) == (PLAN, 20, 1)
     assert Run("run").read_description()["costs"][0]["samples"] == 400
+
+
+def test_a_launchers_processes_measure_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in two_nodes(0).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="starts its own processes: run it without torchrun or srun"):
+        measure_script("train.py", [], ["replicate=2"])

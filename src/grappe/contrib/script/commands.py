@@ -38,9 +38,11 @@ def launch(
     of every batch: lines and weights are those of one process. What cannot be
     is refused by name. A grappe.Loop() in the script trains under the plan. A script
     for several processes (torch.distributed, Accelerate) is started as it is.
+    torchrun and srun may start the plan's processes, on several nodes too.
     Options come before the script; what follows it is its own.
 
         grappe launch --plan replicate=2 mnist.py --epochs 3
+        srun -N 2 -n 8 grappe launch --plan replicate=8 mnist.py
 
     Args:
         script: A training script.

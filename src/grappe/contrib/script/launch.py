@@ -1,4 +1,4 @@
-"""grappe launch: runs a training script on a plan's processes, as torchrun does.
+"""grappe launch: runs a training script on a plan's processes, started here or by torchrun or srun.
 
 A grappe.Loop in it gets the plan. A script for one process runs whole on each, and its tensors hold a process's rows.
 """
@@ -6,8 +6,10 @@ A grappe.Loop in it gets the plan. A script for one process runs whole on each, 
 from __future__ import annotations
 
 import ast
+import atexit
 import contextlib
 import dataclasses
+import faulthandler
 import importlib.machinery
 import itertools
 import os
@@ -17,7 +19,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 
@@ -26,11 +28,11 @@ from grappe.errors.causes import broken_package, refused_process
 from grappe.errors.remedies import SCRIPTS, remedy
 from grappe.errors.user_line import PACKAGE, is_users_file
 from grappe.launch import files, imports, local
-from grappe.launch.files import RUNS
+from grappe.launch.files import IN_PART, RUNS
 from grappe.launch.imports import LIGHTNING
-from grappe.launch.rank import ProcessRank, rank_from_environment
+from grappe.launch.rank import ProcessRank, is_main_process, rank_from_environment
 from grappe.launch.start import start
-from grappe.launch.terminal import complain, write
+from grappe.launch.terminal import complain, redirected, write
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.multiprocessing import start_as_python_does
 from grappe.training.run import Run, new_folder
@@ -103,21 +105,19 @@ def launch(
         The script's exit code: 75 if it was interrupted and saved.
 
     Raises:
-        UsageError: there is no such script, or a launcher has started several processes of a script for one.
+        UsageError: there is no such script.
         ProcessDied: a process failed.
     """
     chosen, script = as_plan(plan), Path(script)
     tree = parsed(script)
     imported = set(imports_of(tree))
-    its_own = next((name for name in ITS_OWN if name in imported), None)
-    alone = LOOP not in imported and its_own is None
-    several = LOOP not in imported and chosen.processes > 1
-    if not alone and run is not None:
+    spread_by = spreader(imported)
+    if spread_by and run is not None:
         raise UsageError(f"--run is for a script for one process: {script} writes its own, so leave it out")
-    if several and its_own is not None:
+    if spread_by not in ("", LOOP) and chosen.processes > 1 and is_main_process():
         complain(
-            f"grappe: {script} uses {its_own}: it is started as it is, on {chosen.processes} processes, each of which "
-            "trains all of it unless the script spreads itself"
+            f"grappe: {script} uses {spread_by}: it is started as it is, on {chosen.processes} processes, each of "
+            "which trains all of it unless the script spreads itself"
         )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -132,7 +132,7 @@ def launch(
         # Lightning then neither requeues the job nor replaces signal handlers.
         variables={} if imported.isdisjoint(LIGHTNING) else {"SLURM_JOB_NAME": "interactive"},
     )
-    if alone:
+    if not spread_by:
         refuse_plan(chosen)
         run = run or new_folder(base, script.name)
         caught = (ast.dump(node.type) for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.type)
@@ -140,14 +140,16 @@ def launch(
         request = dataclasses.replace(request, run=run, save_every=save_every, catches=catches)
         if Run.is_run(run):
             if Run(run).is_finished():
-                complain(f"grappe: {run} is finished: nothing to do")
+                if is_main_process():
+                    complain(f"grappe: {run} is finished: nothing to do")
                 return EXIT_OK
             request = dataclasses.replace(request, seed=Run(run).read_description().get("seed", 0))
-        if several:
+        if chosen.processes > 1:
             start_server(script, chosen)
     sys.stdout.flush()
-    code = start("grappe.contrib.script.launch:run_script", request, chosen, run=run, saves=True)
-    if alone and code == EXIT_INTERRUPTED and rank_from_environment() is None:
+    shared = base if run is None else run.parent  # before it trains there is no run
+    code = start("grappe.contrib.script.launch:run_script", request, chosen, run=shared, saves=True)
+    if not spread_by and code == EXIT_INTERRUPTED and rank_from_environment() is None:
         options = [*(["--plan", str(chosen)] if str(chosen) else []), "--run", str(run)]
         options += [] if save_every is None else ["--save-every", str(save_every)]
         complain(f"grappe: resume: {shlex.join(['grappe', 'launch', *options, str(script), *arguments])}")
@@ -168,20 +170,24 @@ def parsed(script: Path) -> ast.Module:
         raise UsageError(f"{script} is not a Python script: {error}") from error
 
 
+def spreader(imported: Collection[str]) -> str:
+    """Returns what spreads a script of these imports: LOOP, or one of ITS_OWN; "" for a script for one process."""
+    return next((name for name in (LOOP, *ITS_OWN) if name in imported), "")
+
+
 def request_for_one(script: Path, arguments: Sequence[str], plan: Plan, seed: int) -> ScriptRequest:
     """Makes the request of a script for one process.
 
     Raises:
         UsageError: the script is none for one process.
     """
-    imported = set(imports_of(parsed(script)))
-    if own := next((name for name in (LOOP, *ITS_OWN) if name in imported), None):
+    if own := spreader(set(imports_of(parsed(script)))):
         raise UsageError(f"{script} uses {own}: give a script for one process, as it is")
     return ScriptRequest(script=script, arguments=tuple(arguments), plan=str(plan), rendezvous={}, seed=seed)
 
 
 def refuse_plan(plan: Plan) -> None:
-    """Raises PlanError for a key that an unedited script cannot have, UsageError for processes that others start."""
+    """Raises PlanError for a key that an unedited script cannot have."""
     beyond = sorted(plan.changed_keys() - UNEDITED_KEYS) or ["dropout=local"] * (plan.dropout == "local")
     if beyond:
         from grappe.training.own_loop import SUPPORTED_KEYS, by_hand
@@ -196,11 +202,6 @@ def refuse_plan(plan: Plan) -> None:
         raise PlanError(
             "compile on several processes is not for an unedited script, whose tensors hold a process's rows: leave it "
             "out, or write it around grappe.Loop (docs/own-loop.md)"
-        )
-    if plan.processes > 1 and rank_from_environment() is not None:
-        raise UsageError(
-            "a script for one process is spread by grappe launch alone, on one machine: under torchrun or srun, write "
-            "it around grappe.Loop (docs/own-loop.md)"
         )
 
 
@@ -309,7 +310,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
 
     On other processes than the first a failure is raised.
     """
-    from grappe.training.own_loop_world import PLAN, as_a_program
+    from grappe.training.own_loop_world import PLAN, as_a_program, leave
 
     os.environ.update({PLAN: request.plan, **request.variables})
     is_local = process.launcher == "grappe"
@@ -318,7 +319,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
         torchruns |= {"LOCAL_RANK": process.local_rank, "LOCAL_WORLD_SIZE": process.local_size}
         os.environ.update({name: str(number) for name, number in torchruns.items()}, **request.rendezvous)
     code = EXIT_FAILURE
-    with as_a_program(process, rendezvous_folder) if is_local else contextlib.nullcontext():
+    with _own_folder(request, process, rendezvous_folder) as folder, as_a_program(process, folder):
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 code = INTERRUPTED
@@ -327,7 +328,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
                 if request.run is None:
                     run_as_main(request.script, request.arguments)
                 else:
-                    imports.function(RECORDED)(request, process, rendezvous_folder)
+                    imports.function(RECORDED)(request, process, folder)
                 code = EXIT_OK
         except SystemExit as end:
             if isinstance(end.code, str):
@@ -335,6 +336,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
             code = end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_FAILURE
         except Exception as error:
             sys.last_value = error  # as the interpreter does before its exit functions
+            atexit.unregister(leave)  # a launcher's processes agree upon which one reports the error, then end at once
             shown = script_traceback(error)
             if not shown or local.lost_another(str(error)):
                 raise
@@ -345,7 +347,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
                 time.sleep(LATER_SECONDS)
                 message = f"{message}\n{shown}"
                 if isinstance(error, OSError) and request.run is not None:
-                    message = f"{message}{_OTHER_NAME}"
+                    message = _with_cause(message, process)
             if request.run is not None and any(text in str(error) for text in _OF_SHARDS):
                 message = f"{message}\n{_SHARDED}"
             older = remedy(str(error), SCRIPTS)
@@ -355,10 +357,41 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
     return code
 
 
+@contextlib.contextmanager
+def _own_folder(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> Iterator[Path]:
+    """Gives this start a folder that its processes share, as a local one has; of a script for one process, 0 is heard.
+
+    What another one writes goes to its log, where a job has made the run's folder. The stack of a crash is shown.
+    """
+    with contextlib.ExitStack() as stack:
+        if process.launcher != "grappe":
+            rendezvous_folder = stack.enter_context(files.scratch(".launch", rendezvous_folder.absolute()))
+        if request.run is not None and process.rank and process.launcher != "grappe":
+            faulthandler.enable(stack.enter_context(os.fdopen(os.dup(2), "w")))
+            stack.callback(faulthandler.disable)
+            logs, log = request.run / "logs", None
+            if logs.is_dir():
+                log = stack.enter_context(files.appender(logs / f"rank-{process.rank}.log", IN_PART))
+            stack.enter_context(redirected(1, 2, to=None if log is None else log.fileno()))
+        yield rendezvous_folder
+
+
 _OF_SHARDS = ("got mixed torch.Tensor and DTensor", "not supported for tensor subclasses")
 _SHARDED = (
     "Outside of its model a parameter is in parts under shard: use replicate instead, or take parameter.full_tensor()"
 )
+
+
+def _with_cause(message: str, process: ProcessRank) -> str:
+    if process.size > process.local_size:
+        return f"{message}{_OTHER_NODE}"
+    return f"{message}{_OTHER_NAME}"
+
+
 _OTHER_NAME = (
     "A file's name by id() is another one in each process: make it by time.time(), which is process 0's in all"
+)
+_OTHER_NODE = (
+    "A file on a node's own disk, as in /tmp, is on the node of process 0 alone, and a name by id() is another one in "
+    "each process: write to a folder that all nodes see, by a name made of time.time()"
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from grappe.contrib.script.launch import ScriptRequest, refuse_plan, request_for_one, start_server
 from grappe.errors import UsageError
 from grappe.launch.files import scratch
-from grappe.launch.rank import ProcessRank
+from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.start import start
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.profiling.phases import WARMUP
@@ -42,6 +42,8 @@ def measure_script(
         GrappeError: no plan could be measured.
     """
     options = options or MeasureOptions()
+    if rank_from_environment() is not None:
+        raise UsageError("grappe measure --script starts its own processes: run it without torchrun or srun")
     for plan in plans:
         refuse_plan(as_plan(plan))
     requests: dict[Plan, ScriptRequest] = {}

@@ -30,7 +30,7 @@ from grappe.contrib.script.surroundings import dates_of_clock, surroundings_shar
 from grappe.contrib.script.variables import Unchanged, Variables, variables_of
 from grappe.errors import EXIT_INTERRUPTED, EXIT_OK, RunError, TaskError, UsageError
 from grappe.launch import files
-from grappe.launch.rank import ProcessRank
+from grappe.launch.rank import ProcessRank, hidden_rank
 from grappe.launch.signals import handled
 from grappe.launch.terminal import complain
 from grappe.launch.world import World
@@ -136,7 +136,7 @@ class RecordedSteps(StepHandler):
             rank=world.rank, size=world.size, folder=reports, phase=lambda: self.chronometer.phase
         )
         self._watchdog.start(0)
-        if request.run is not None and Run.is_run(request.run):
+        if request.run is not None and world.share(Run.is_run(request.run)):  # a network's file system may be late
             self._open()
 
     def _open(self) -> None:
@@ -466,13 +466,15 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
     """Runs an unedited script as a run: this process computes its own rows of each batch."""
     plan = as_plan(request.plan)
     world = join_world(plan, process, rendezvous_folder)
+    request = world.share(request)  # a launcher's processes have drawn a seed and a run's name each
     keys = PlanKeys(plan, world)
     spread = SpreadSteps(world, keys, rows_context(world, request.script.parent))
     steps = RecordedSteps(request, plan, world, spread, keys.unsaved, rendezvous_folder)
     seed_all(request.seed)
     with (
+        hidden_rank(),
         intercepted(steps),
-        surroundings_shared(world),
+        surroundings_shared(world, rendezvous_folder),
         reads_noted(world, steps.read, steps.clock),
         dates_of_clock(),
         waits_counted(steps.chronometer),

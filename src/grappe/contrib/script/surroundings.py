@@ -13,9 +13,11 @@ import functools
 import gc
 import io
 import os
+import platform
 import random
 import secrets
 import shutil
+import socket
 import sqlite3
 import sys
 import tempfile
@@ -73,8 +75,12 @@ def by_script(frame: FrameType | None) -> bool:
 
 
 @contextlib.contextmanager
-def surroundings_shared(world: World) -> Iterator[None]:
-    """Context in which all processes of a script for one process see what process 0 sees. Collective."""
+def surroundings_shared(world: World, shared: Path) -> Iterator[None]:
+    """Context in which all processes of a script for one process see what process 0 sees. Collective.
+
+    Args:
+        shared: a folder for the script's temporary files, where its processes are on several nodes.
+    """
     if world.size == 1:
         yield
         return
@@ -85,8 +91,14 @@ def surroundings_shared(world: World) -> Iterator[None]:
     def getpid(plain: Callable[[], int]) -> Callable[[], int]:
         return lambda: first if by_script(sys._getframe(1)) and main else plain()
 
-    hidden = replaced((dist, "is_initialized", _hidden), (os, "getpid", getpid))
-    with hidden, _files_ordered(world), _entropy_shared(world.share(secrets.randbits(256))):
+    def naming_node(plain: Callable[[], str]) -> Callable[[], str]:
+        name = world.share(plain())
+        return lambda: name if by_script(sys._getframe(1)) else plain()
+
+    nodes = ((socket, "gethostname", naming_node), (platform, "node", naming_node))
+    hidden = replaced((dist, "is_initialized", _hidden), (os, "getpid", getpid), *nodes)
+    temporary = shared if world.size > world.process.local_size else None
+    with hidden, _files_ordered(world, temporary), _entropy_shared(world.share(secrets.randbits(256))):
         yield
 
 
@@ -158,7 +170,7 @@ class _Order:
 
 
 @contextlib.contextmanager
-def _files_ordered(world: World) -> Iterator[None]:
+def _files_ordered(world: World, temporary: Path | None) -> Iterator[None]:
     order = _Order(world)
 
     def reading(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,11 +211,17 @@ def _files_ordered(world: World) -> Iterator[None]:
         return saved
 
     def naming(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def make(suffix: Any = None, prefix: Any = None, dir: Any = None, *arguments: Any, **options: Any) -> Any:
+            if dir is None and temporary is not None:  # a node's own is none of the others'
+                temporary.mkdir(parents=True, exist_ok=True)
+                dir = str(temporary)
+            return plain(suffix, prefix, dir, *arguments, **options)
+
         def named(*arguments: Any, **options: Any) -> Any:
             frame = _past_tempfile(sys._getframe(1))
             if not order.asks(frame):
                 return plain(*arguments, **options)
-            made: Any = order.write(frame, lambda: plain(*arguments, **options), lambda: None)
+            made: Any = order.write(frame, lambda: make(*arguments, **options), lambda: None)
             shared = world.share(made)
             return (os.open(os.devnull, os.O_RDWR), shared[1]) if made is None and plain is mkstemp else made or shared
 
@@ -317,7 +335,8 @@ def writing_nothing(*, until_left: bool = False) -> Iterator[None]:
     def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
         written = not isinstance(file, int) and set(mode) & set("wax+") and os.fspath(file) != os.devnull
         callers = (each.f_code.co_filename for each, _ in traceback.walk_stack(sys._getframe(1)))
-        if not written or any(each.startswith(COMPILERS) for each in callers):  # each process needs what it compiles
+        # each process needs what it compiles
+        if is_left or not written or any(each.startswith(COMPILERS) for each in callers):
             return plain(file, mode, *arguments, **options)
         if "b" in mode:  # it may be an archive's, which asks where it is
             nowhere = _Nowhere(os.devnull, "r+")
@@ -328,13 +347,14 @@ def writing_nothing(*, until_left: bool = False) -> Iterator[None]:
         return stream
 
     def made(*arguments: Any, **options: Any) -> None:
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(*[] if is_left else [FileExistsError]):
             make(*arguments, **options)
 
-    save, is_left = torch.save, False  # which opens files in C++
+    save = torch.save  # which opens files in C++
+    is_left = False  # what has been put around these functions meanwhile stays, and by way of it they are plain
 
     def saved(value: Any, file: Any, *arguments: Any, **options: Any) -> None:
-        if is_left:  # by way of what has been put around this one meanwhile
+        if is_left:
             save(value, file, *arguments, **options)
             return
         with _Nowhere(os.devnull, "r+") as nowhere:
@@ -345,10 +365,11 @@ def writing_nothing(*, until_left: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        builtins.open = io.open = plain
-        os.mkdir, is_left = make, True
-        if torch.save is saved:
-            torch.save = save
+        is_left = True
+        originals = ((builtins, "open", opened, plain), (io, "open", opened, plain), (os, "mkdir", made, make))
+        for owner, name, own, original in (*originals, (torch, "save", saved, save)):
+            if getattr(owner, name) is own:
+                setattr(owner, name, original)
         for stream, file in left if until_left else ():
             if not stream.closed:
                 stream.flush()

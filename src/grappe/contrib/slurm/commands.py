@@ -59,6 +59,7 @@ def submit(
         grappe submit --site narval --account def-me --time 3h \\
             -- train digits --plan shard=8            two nodes of four GPUs
         grappe submit --time 1h -- verify digits --plan replicate=2
+        grappe submit --nodes 2 -- launch --plan replicate=8 mnist.py
         grappe submit --processes 2 -- my_script.py --lr 0.1
 
     Args:

@@ -334,6 +334,7 @@ finish() {
     if [ -e "$GRAPPE_FAILURE" ] || [ "$code" -le 128 ]; then note_left wrong; fi
     note_left doubt
     case $1 in train | tune | launch) resumes=yes ;; esac # the others would begin again
+    rm -rf -- "${run%/*}/.launch-$SLURM_JOB_ID"-* # of a script's processes that were killed
     # srun ends the others when one fails, and then says that they were killed: what failed first has left its code.
     [ ! -e "$first" ] || code=$(cat "$first")
     [ "$1" = train ] || [ "$code" != 0 ] || : > "$run/done"

@@ -14,7 +14,7 @@ from grappe.fields import NumberRange, split
 from grappe.plan import Plan
 from grappe.sites import sbatch
 from grappe.sites.layout import Layout, fit, layout, on_site, sliced
-from grappe.sites.sbatch import AUTO, FEWEST, SCRIPT, TRAIN, TUNE, JobOptions
+from grappe.sites.sbatch import AUTO, FEWEST, LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.sites.schema import Site
 from grappe.training.options import Options
 from grappe.training.task_reference import TaskReference
@@ -22,7 +22,7 @@ from grappe.training.task_reference import TaskReference
 ON_CPU = ("data", "curves", "engines", "export", "predict", "prune", "report", "runs", "tasks")
 """Commands that use no GPU, and take no plan: their jobs have none."""
 SPREAD = (TRAIN, "evaluate", SCRIPT)
-"""Commands that Slurm starts once for each process; other commands start their processes by themselves, on one node."""
+"""Commands that Slurm starts once for each process; others start their processes by themselves, on one node."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def jobs_of(submission: Submission) -> Iterator[Submission]:
                 f"--{name} {value}: a range is for trainings, whose plan can grow: give a number to "
                 f"{submission.command}"
             )
-    if job.spare and submission.command != TRAIN:
+    if job.spare and submission.command not in (TRAIN, LAUNCH):
         raise UsageError(
             f"--spare is for trainings, which go on from a checkpoint: leave it out of {submission.command}"
         )
@@ -100,7 +100,7 @@ def laid_out(submission: Submission) -> tuple[Layout, Site, Plan]:
     site, plan = placed(submission)
     parallel = dataclasses.replace(plan, replicate=plan.replicate * submission.parallel)
     job_layout = layout(parallel, site, submission.job)
-    if submission.command in SPREAD:
+    if _is_spread(submission, job_layout):
         return job_layout, site, plan
     # The command starts its processes itself: one task with all of the cores.
     if job_layout.nodes > 1:
@@ -110,6 +110,11 @@ def laid_out(submission: Submission) -> tuple[Layout, Site, Plan]:
         )
     cores = job_layout.processes * job_layout.cores
     return dataclasses.replace(job_layout, processes=1, cores=cores), site, plan
+
+
+def _is_spread(submission: Submission, job_layout: Layout) -> bool:
+    """Returns whether Slurm starts the command once for each process; launch starts a node's own by itself."""
+    return submission.command in SPREAD or (submission.command == LAUNCH and job_layout.nodes > 1)
 
 
 def placed(submission: Submission) -> tuple[Site, Plan]:
@@ -184,7 +189,7 @@ def line_in_allocation(submission: Submission) -> list[str]:
     words += submission.arguments
     if submission.command in (TRAIN, "evaluate") and submission.plans == ("",) and str(plan):
         words += ["--plan", str(plan)]  # as --gpus has made it
-    if submission.command not in SPREAD:
+    if not _is_spread(submission, job_layout):
         return words  # it starts its processes itself
     bind = ["--gpu-bind=none"] if job_layout.gpus else []
     return ["srun", f"--cpus-per-task={job_layout.cores}", *bind, *words]

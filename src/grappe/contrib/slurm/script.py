@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -187,7 +186,8 @@ def _head(script: Script) -> str:
     nodes = layout.most_nodes - layout.spare
     processes = nodes * layout.processes
     counts = (NumberRange(layout.nodes * layout.processes, processes), NumberRange(layout.nodes, nodes))
-    starts = f"{counts[0]} process{'es' if processes > 1 else ''}" if script.kind != LAUNCH else "its processes"
+    is_own = script.kind == LAUNCH and nodes == 1
+    starts = "its processes" if is_own else f"{counts[0]} process{'es' if processes > 1 else ''}"
     spare = f", {layout.spare} spare" if layout.spare else ""
     text = f"{starts} on {counts[1]} node{'s' if nodes > 1 else ''}{spare}"
     notes = [f"Made by: {script.command}"] if script.command else []
@@ -295,7 +295,9 @@ def _steps(script: Script) -> list[str]:
     else:
         words = list(command_words(script.arguments))
         if script.layout.sizes:
-            words = [*itertools.takewhile(lambda word: word != "--plan", words), "--plan", plan]
+            end = words.index("--") if script.kind == LAUNCH else len(words)
+            at = words.index("--plan") if "--plan" in words[:end] else end
+            words[at : min(at + 2, end)] = ["--plan", plan]
         if script.kind == TRAIN:
             staged = script.job.stage is not None
             data = f'"{script.site.job.local}/data"' if staged else next(command_words([script.data]))

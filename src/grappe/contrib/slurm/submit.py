@@ -43,6 +43,7 @@ BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
 OWN_OPTIONS = ("--run", "--runs", "--data", "--plan")  # of train: the script sets them again
 SHORTEST = 300
 """Time limit in seconds below which `submit` warns about a resumable job: a start takes a minute or two."""
+OWN_LOOP = "grappe"
 SAVE_ON_SIGNALS = ("grappe", "signal")  # imports of a script that saves on a signal
 
 
@@ -184,6 +185,11 @@ def job_script(submission: Submission, *, show: bool = False) -> Script:
         raise UsageError(
             f"--env={job.env}: environments of {site.name} are made on a login node, in $HOME: activate it there, and "
             "leave --env out"
+        )
+    if job_layout.nodes > 1 and (package := _spreader(submission)) not in ("", OWN_LOOP):
+        raise UsageError(
+            f"the script uses {package}, which spreads it, and grappe launch starts such a script on one node. On "
+            f"several, leave launch out: grappe submit --processes {plan.processes} -- SCRIPT ARGUMENTS"
         )
     run = _folder(submission)
     if job.stage is not None and not job.stage.is_file():
@@ -355,6 +361,15 @@ def _command(submission: Submission, site: Site, run: Path) -> Iterator[str]:
         yield from ("--run", str(run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run))
 
 
+def _spreader(submission: Submission) -> str:
+    """Returns what spreads a launched script: OWN_LOOP, or a package; "" for a script for one process."""
+    if submission.command != LAUNCH:
+        return ""
+    launch = extensions.module("script", "launch")
+    script = Path(submission.arguments[submission.arguments.index("--") + 1])
+    return launch.spreader(set(launch.imports_of(launch.parsed(script))))
+
+
 def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]:
     """Returns the command's words, without the options that the script sets again."""
     if submission.command == SCRIPT:
@@ -364,7 +379,7 @@ def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]
         added = ("--study", str(run / "study"))  # with which a restarted job goes on
     if submission.command == TRAIN:
         given_again = OWN_OPTIONS
-    elif submission.command == LAUNCH and submission.run is None:
+    elif submission.command == LAUNCH and submission.run is None and not _spreader(submission):
         words = ("--run", str(run), *submission.arguments)
         return _arguments(dataclasses.replace(submission, run=run, arguments=words), plan, run)
     elif len(submission.plans) == 1 and submission.command not in ON_CPU and plan != Plan.parse(submission.plans[0]):
