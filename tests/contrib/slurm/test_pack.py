@@ -248,6 +248,9 @@ def test_what_uv_cannot_do_is_said_before_the_queue(tmp_path: Path, monkeypatch:
     lock = tmp_path / "uv.lock"
     lock.write_text(LOCK.replace("grappe", "torch"))
     assert "uv.lock has no grappe, which the job starts: uv add grappe" in refusal()
+    for damaged in ("version = [", '[[package]]\nname = "a"', "package = 1"):
+        lock.write_text(damaged)
+        assert refusal() == "--env uv: uv.lock is damaged: remove it, and uv lock writes it again"
     lock.write_text(f'{LOCK}[[package]]\nname = "library"\nsource = {{ directory = "../library" }}\n')
     assert "no change of ../library, of which library is built: write editable = true" in refusal()
     lock.write_text(LOCK)

@@ -5,7 +5,12 @@ import dataclasses
 import pytest
 
 from grappe import sites
+from grappe.cli.commands import app
+from grappe.contrib.slurm.commands import read_submission
+from grappe.contrib.slurm.resources import laid_out
 from grappe.contrib.slurm.submit import _warnings
+from grappe.errors import PlanError
+from grappe.sites.sbatch import JobOptions
 from tests.contrib.slurm.golden import script
 
 
@@ -14,3 +19,9 @@ def test_a_limit_that_a_start_uses_up_is_said(seconds: int, saves: bool, said: b
     job = dataclasses.replace(script(sites.find("narval"), "1-gpu", seconds=seconds), saves=saves)
     words = [warning for warning in _warnings(job) if "--time: a job of 60 s saves 20 s before its end" in warning]
     assert bool(words) is said
+
+
+def test_two_processes_on_one_slice_are_refused_with_the_reason() -> None:
+    job = JobOptions(site="narval", account="def-x", gpus=("1g.5gb",))
+    with pytest.raises(PlanError, match="a100_1g.5gb is a slice of a GPU, for one process: slices have no link"):
+        laid_out(read_submission(("train", "digits", "--plan", "replicate=2"), job, app))

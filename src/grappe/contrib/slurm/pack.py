@@ -72,7 +72,10 @@ def _project(site: Site, modules: tuple[str, ...], *, show: bool) -> tuple[str, 
     python = _uv(modules, "python", "find", "--system").strip()
     lock = LOCK.read_text() if LOCK.is_file() else ""
     parts = [lock, PROJECT.read_text(), python, run_in(modules, [python, "-VV"]), platform.machine(), *modules]
-    sources = {package["name"]: package["source"] for package in tomllib.loads(lock).get("package", ())}
+    try:
+        sources = {package["name"]: package["source"] for package in tomllib.loads(lock).get("package", ())}
+    except (tomllib.TOMLDecodeError, KeyError, TypeError):
+        raise UsageError("--env uv: uv.lock is damaged: remove it, and uv lock writes it again") from None
     if lock and "grappe" not in sources:
         raise UsageError("--env uv: uv.lock has no grappe, which the job starts: uv add grappe")
     for name, source in sources.items():

@@ -220,7 +220,8 @@ def _plan(submission: Submission) -> Plan:
         )
     if any(plan.device != largest.device for plan in plans):
         raise PlanError("some of these plans want GPUs and some do not: submit them as two jobs")
-    fitted = fit(largest, gpus)
+    of_slice = any(isinstance(number, str) for number in job.gpus)
+    fitted = largest if of_slice else fit(largest, gpus)  # layout says why a slice takes one process
     if len(plans) > 1 and fitted != largest:
         raise PlanError(f"--gpus={gpus}: set the processes in each --plan, and leave --gpus out")
     return fitted
