@@ -23,5 +23,5 @@ def test_a_limit_that_a_start_uses_up_is_said(seconds: int, saves: bool, said: b
 
 def test_two_processes_on_one_slice_are_refused_with_the_reason() -> None:
     job = JobOptions(site="narval", account="def-x", gpus=("1g.5gb",))
-    with pytest.raises(PlanError, match="a100_1g.5gb is a slice of a GPU, for one process: slices have no link"):
+    with pytest.raises(PlanError, match=r"a100_1g\.5gb is a slice of a GPU, for one process: slices have no link"):
         laid_out(read_submission(("train", "digits", "--plan", "replicate=2"), job, app))
