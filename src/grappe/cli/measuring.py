@@ -158,7 +158,7 @@ def measure(
                 "grappe measure needs a task; or a script for one process, with --plan, --steps, --repeats, --out and "
                 "--json alone: --script train.py"
             )
-        _refuse_later_plan(script, plan)
+        _check_later_options(script, plan)
         measured = extensions.module("script", "measure").measure_script
         points = measured(script[0], script[1:], plan or [""], options=options, note=complain, begun=progress)
         return _show_points(points, script[0], out=out, json=json)
@@ -234,9 +234,13 @@ def _batch_sizes(fields: Sequence[str]) -> tuple[dict[str, str], tuple[int, ...]
     return texts, whole_numbers(texts.pop("batch_size", ""), "batch_size")
 
 
-def _refuse_later_plan(script: Sequence[str], plan: object) -> None:
+def _check_later_options(script: Sequence[str], plan: object) -> None:
+    """Refuses a plan behind --script, and names other options there, all of which the script gets."""
     if not plan and "--plan" in script:
         raise UsageError("--plan after --script was the script's own option: write --plan replicate=2 before --script")
+    for option in ("--out", "--json", "--steps", "--repeats"):
+        if option in script:
+            complain(f"grappe: {option} after --script went to {script[0]}: write grappe's options before --script")
 
 
 @app.command
@@ -336,7 +340,7 @@ def verify(
     if script or task is None:
         if not script or any((task, against, record, with_)):
             raise UsageError("grappe verify needs a task, or a script for one process alone: --script train.py")
-        _refuse_later_plan(script, plan)
+        _check_later_options(script, plan)
         output.check(out, ".json")
         verify_script = extensions.module("script", "commands").verify_script
         return max(verify_script(script, each, steps or 8, out, json=json) for each in plan or [""])

@@ -52,9 +52,12 @@ def test_a_script_that_learns_the_same_is_told_so(tmp_path: Path) -> None:
     assert "same: replicate=2,device=cpu,threads=1 learns what train.py learns on one process" in out.replace("\n", " ")
 
 
-def test_a_plan_after_the_script_is_said_to_be_the_script_s() -> None:
+def test_an_option_after_the_script_is_said_to_be_the_script_s(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="--plan after --script was the script's own option"):
         app(["verify", "--script", "train.py", "--plan", PLAN])
+    with pytest.raises(UsageError):
+        app(["verify", "--plan", PLAN, "--script", "none.py", "--out", "found.json"])
+    assert "--out after --script went to none.py: write grappe's options before --script" in capsys.readouterr().err
 
 
 def test_the_first_step_and_tensor_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +76,17 @@ def test_a_script_that_saves_at_a_compared_step_is_compared(tmp_path: Path, monk
     Path("train.py").write_text(SCRIPT.replace("    loss.backward()\n", saves))
     found = verify_script("train.py", [], PLAN, steps=3)
     assert (found.step, found.tensors, found.difference) == (3, 8, "")
+
+
+def test_gradients_that_are_zero_but_for_rounding_are_not_judged(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    normed = "nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh()"
+    Path("train.py").write_text(SCRIPT.replace("nn.Linear(6, 8), nn.Tanh()", normed).replace("optim.SGD", "optim.Adam"))
+    found = verify_script("train.py", [], PLAN, steps=4)
+    assert found.learns_the_same, found.difference
+    assert "not judged: " in found.notes[0] and "0.bias" in found.notes[0]
+    found = verify_script("train.py", ["--fault", "statistics"], f"{PLAN},batchnorm=local", steps=6)
+    assert not found.learns_the_same
 
 
 def test_lines_are_compared_and_what_rounding_moves_is_not_judged() -> None:

@@ -9,11 +9,12 @@ import io
 import math
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -140,7 +141,8 @@ def run_trial(
     """Runs a script for some steps, as grappe launch does; process 0 compares or notes their tensors."""
     recorder.reads = process.rank == 0
     with (
-        register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.move(optimizer)),
+        register_module_forward_pre_hook(lambda module, *_: recorder.move(module.parameters(recurse=False))),
+        register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.move(recorder.named(optimizer).values())),
         register_optimizer_step_post_hook(lambda optimizer, *_: recorder.compare(optimizer)),
         contextlib.redirect_stdout(io.StringIO()) as text,
         contextlib.suppress(SystemExit),
@@ -156,11 +158,12 @@ class _StepRecorder:
         folder: has the tensors of each step of one process.
         steps: number of steps, after which the script ends.
         first: whether this is the one process that is compared with.
-        moved: whether weights are moved by their last bit before the first step, to measure what rounding makes.
+        moved: whether weights are moved by their last bit before they are used, to measure what rounding makes.
     """
 
     def __init__(self, folder: Path, steps: int, *, first: bool, moved: bool) -> None:
-        self._folder, self._steps, self._first, self._moved = folder, steps, first, moved
+        self._folder, self._steps, self._first, self._moves = folder, steps, first, moved
+        self._moved, self._generator = set[int](), torch.Generator().manual_seed(0)
         self.reads = False
         """Whether this process compares or notes tensors."""
         self._tensors: dict[int, dict[str, Tensor]] = {}
@@ -168,7 +171,7 @@ class _StepRecorder:
         self.step = 0
         self.apart: dict[tuple[int, str], float] = {}
 
-    def _named(self, optimizer: Optimizer) -> dict[str, Tensor]:
+    def named(self, optimizer: Optimizer) -> dict[str, Tensor]:
         if id(optimizer) not in self._tensors:
             number = len(self._tensors) + 1
             prefix = f"optimizer {number}: " if number > 1 else ""
@@ -179,13 +182,17 @@ class _StepRecorder:
             }
         return self._tensors[id(optimizer)]
 
-    def move(self, optimizer: Optimizer) -> None:
-        """Moves an optimizer's weights by about their last bit, before its first step."""
-        if self._moved and id(optimizer) not in self._tensors:
-            generator = torch.Generator().manual_seed(0)
-            with torch.no_grad():
-                for each in self._named(optimizer).values():
-                    move(each, generator)
+    @torch.no_grad()
+    def move(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Moves parameters by about their last bit, once.
+
+        Gradients of the first step must be moved, too: one that is zero but for rounding, of a bias before a batch
+        normalisation or of attention's keys, is another one then.
+        """
+        for each in parameters if self._moves else ():
+            if id(each) not in self._moved:
+                self._moved.add(id(each))
+                move(each, self._generator)
 
     def compare(self, optimizer: Optimizer) -> None:
         """Compares, or notes, an optimizer's tensors after its step.
@@ -193,7 +200,7 @@ class _StepRecorder:
         Raises:
             SystemExit: it was the last one.
         """
-        named = self._named(optimizer)
+        named = self.named(optimizer)
         self.step += 1
         own = {f"the gradient of {name}": each.grad for name, each in named.items() if each.grad is not None} | named
         own = {name: full_tensor(each.detach()) for name, each in own.items()}  # collective, where it is sharded
