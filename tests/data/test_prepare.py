@@ -1,12 +1,16 @@
 """A task's prepare(): once a node before data(), one process after the other, an error on all of them."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from grappe import Task
-from grappe.data.datasets import prepare
+from grappe.data.arrays import Arrays
+from grappe.data.datasets import dataset_of, prepare
 from grappe.errors import TaskError
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import join
@@ -69,3 +73,18 @@ def test_a_folder_that_cannot_be_written_needs_no_lock(tmp_path: Path) -> None:
     assert asked == [tmp_path / "file" / "data"]
     prepare(Task(), tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+class Drawing(Task):
+    """Draws its samples from generators that nobody has seeded."""
+
+    def data(self, split: str, folder: Path) -> Arrays:
+        return Arrays(torch.randn(3) + random.random() + np.random.rand(), torch.zeros(3))
+
+
+def test_a_data_that_draws_makes_the_same_samples_again(tmp_path: Path) -> None:
+    first = dataset_of(Drawing(), "train", tmp_path).inputs
+    before = torch.default_generator.get_state()
+    assert torch.equal(first, dataset_of(Drawing(), "train", tmp_path).inputs)
+    assert torch.equal(before, torch.default_generator.get_state())
+    assert not torch.equal(first, dataset_of(Drawing(), "validation", tmp_path).inputs)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from grappe.data.arrays import in_memory, one_by_one
 from grappe.data.draw import mix, permute
 from grappe.data.sampling import DrawnSamples, EpochOrder, SampleOrder, Sampling
+from grappe.data.seeded import seeded
 from grappe.data.stream import Stream
 from grappe.errors import DataError, GrappeError, TaskError
 from grappe.errors.foreign_text import printable
@@ -43,7 +44,9 @@ def dataset_of(task: Task, split: str, folder: Path, train: Any = None, *, fake:
         dataset = user_call(task, "fake_data", split)
         check(dataset, split, task, "fake_data")
         return one_by_one(dataset) if overrides(task, "collate") else dataset
-    dataset = user_call(task, "data", split, folder)
+    # A data() that draws samples makes the same ones in each process, run and plan.
+    with seeded(int.from_bytes(split.encode()[:7], "big")):
+        dataset = user_call(task, "data", split, folder)
     if isinstance(dataset, Stream | IterableDataset | Iterator):
         if split != "train":
             raise TaskError(

@@ -79,7 +79,7 @@ class ScriptFolder(LoopFolder):
             ("class", "is no run of a script"),
             ("source", f"was trained with {now['task']} as it was before"),
             ("fields", "was trained with other arguments"),
-            ("processes", f"was trained on {before.get('processes')} processes"),
+            ("processes", f"was trained on {before.get('processes')} processes (--plan {before.get('plan') or 'one'})"),
         ):
             if before.get(name) != now[name]:
                 raise RunError(
