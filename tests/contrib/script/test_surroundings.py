@@ -14,8 +14,13 @@ from grappe.contrib.script.surroundings import writing_nothing
 from grappe.training.interception import replaced
 
 
-def test_what_waits_for_process_0_still_does_once_a_script_has_come_back_to_its_checkpoint(here: Path) -> None:
+def test_what_waits_for_process_0_still_does_once_a_script_has_come_back_to_its_checkpoint(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
+    functions = ((builtins, "open"), (io, "open"), (os, "mkdir"), (torch, "save"))
+    for owner, name in functions:  # which the script's process would end with
+        monkeypatch.setattr(owner, name, getattr(owner, name))
 
     def noting(plain):
         def noted(*arguments, **options):
@@ -26,7 +31,6 @@ def test_what_waits_for_process_0_still_does_once_a_script_has_come_back_to_its_
 
     replay = writing_nothing()
     replay.__enter__()
-    functions = ((builtins, "open"), (io, "open"), (os, "mkdir"), (torch, "save"))
     with replaced(*((owner, name, noting) for owner, name in functions)):
         with open("a", "w") as stream:
             stream.write("text")

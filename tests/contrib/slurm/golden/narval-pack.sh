@@ -1,9 +1,8 @@
 #!/bin/bash
 # Made by: grappe submit --site narval -- train digits epochs=3
 # Narval, Digital Research Alliance of Canada. 4 processes on 1 node, plan: replicate=4
-# 4 GPUs for at most 00:30:00: 2 GPU-hours
+# 4 GPUs for at most 00:30:00: 2 GPU-hours, 8.01 RGU-hours
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
-# Unconfirmed, job.internet: inferred
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc
 #SBATCH --nodes=1
