@@ -1,4 +1,4 @@
-"""What a script's processes see of files, where contexts are left in another order than they were entered."""
+"""Files as a script's processes see them, where contexts are left in another order than they were entered."""
 
 # ruff: noqa: PTH102, PTH123  # these functions are what is tested
 

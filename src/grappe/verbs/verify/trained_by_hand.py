@@ -587,7 +587,7 @@ class Reference:
     draws: tuple[str, ...]
     """Operators of the model that draw random numbers."""
     coupled: dict[str, str]
-    """What computes over several samples of a batch: classes by modules' names, functions by the user's lines."""
+    """Computations over several samples of a batch: classes by modules' names, functions by the user's lines."""
     buffers: tuple[str, ...]
     augments: bool
     clips: bool
