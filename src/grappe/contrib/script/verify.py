@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -183,7 +183,7 @@ class _StepRecorder:
         return self._tensors[id(optimizer)]
 
     @torch.no_grad()
-    def move(self, parameters: Iterable[nn.Parameter]) -> None:
+    def move(self, parameters: Iterable[Tensor]) -> None:
         """Moves parameters by about their last bit, once.
 
         Gradients of the first step must be moved, too: one that is zero but for rounding, of a bias before a batch
