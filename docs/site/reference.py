@@ -188,7 +188,7 @@ def _page(entry: str) -> str:
 def _sites() -> dict[str, str]:
     made = {}
     lines = ["# Sites", "", "Each cluster that grappe knows, with the source of each fact: `grappe sites NAME`.", ""]
-    for file in sorted(Path(sites.__file__).parent.glob("*.toml")):
+    for file in sorted(Path(sites.__file__).parent.glob("[a-z]*.toml")):  # others are parts of these
         name = file.stem
         site = sites.find(name)
         rows = ["| fact | value | source |", "|---|---|---|"]
