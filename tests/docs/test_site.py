@@ -259,7 +259,7 @@ QUERIES = {
     "learning-rate": ("learning rate scheduler",),
     "export": ("export onnx",),
 }
-"""What a newcomer types, by the guide that is to be found first."""
+"""Queries of a newcomer, by the guide that should be the first result."""
 
 
 def test_the_search_finds_the_page_of_the_job_first(site: Path, browser: Browser) -> None:
