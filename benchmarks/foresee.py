@@ -104,11 +104,8 @@ def measured(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
-    levels = sorted(
-        (event["ts"], event["args"]["Total Allocated"])
-        for event in events
-        if event["name"] == "[memory]" and event["args"]["Device Type"] == 0
-    )
+    changes = [one for one in events if one["name"] == "[memory]" and one["args"]["Device Type"] == 0]
+    levels = sorted((one["ts"], one["args"]["Total Allocated"]) for one in changes)
     spans = {one["name"]: one for one in events if one.get("ph") == "X" and one["name"] in (BEGUN, EVALUATION, SAVE)}
     begun = spans[BEGUN]["ts"]
     found = {
@@ -117,8 +114,13 @@ def measured(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     }
     if EVALUATION in spans:
         found["evaluation"] = max(within(levels, spans[EVALUATION]))
-        copied = within(levels, spans[SAVE])
-        found["checkpoint"] = copied[-1] - copied[0]
+        save = spans[SAVE]
+        # Of the thread that copies alone: another may free a batch meanwhile.
+        found["checkpoint"] = sum(
+            one["args"]["Bytes"]
+            for one in changes
+            if one["tid"] == save["tid"] and save["ts"] <= one["ts"] <= save["ts"] + save["dur"]
+        )
     (request.base / f"{process.rank}.json").write_text(json.dumps(found))
     if process.rank:
         return []

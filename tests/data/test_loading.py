@@ -1,24 +1,29 @@
 """Ways to load: no way changes a sample, workers outlive an evaluation, and the quickest way is found and kept."""
 
+import errno
 import itertools
+import multiprocessing
 import os
 import resource
 import signal
 import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
 from grappe import Task
+from grappe.data import source
 from grappe.data.loader import evaluation_loader, training_loader
 from grappe.data.loading import STEPS, TURNS, WARM, Cost, Loading, Tuner, kinds_of, record, recorded, search
 from grappe.data.seeded import keyed_sample
 from grappe.data.source import ThreadedBatches
 from grappe.errors import GrappeError, PlanError, TaskError
 from grappe.plan import Plan
+from grappe.private_api.torch import end_data_workers
 from grappe.profiling.phases import DATA, FORWARD, PHASES
 from tests.data.test_loader import world
 
@@ -226,7 +231,7 @@ class Many(Pids):
         return {str(number): torch.ones(2) for number in range(self.tensors)}, 0
 
 
-@pytest.mark.parametrize("tensors", [60, 300])  # in the batches that it hands over, and in one
+@pytest.mark.parametrize("tensors", [100, 300])  # while it hands over a batch, and while it makes one
 def test_too_many_open_files_in_a_worker_end_the_training_with_one_message(tensors: int, monkeypatch) -> None:
     monkeypatch.setattr(Many, "tensors", tensors)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -238,6 +243,36 @@ def test_too_many_open_files_in_a_worker_end_the_training_with_one_message(tenso
             list(loader.batches(0, 2))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Disconnected(Pids):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        raise ConnectionResetError("of a worker's socket")
+
+
+def test_a_worker_whose_end_is_reported_while_it_is_ended_says_why(monkeypatch) -> None:
+    def end(loaded: Any) -> None:
+        end_data_workers(loaded)
+        monkeypatch.undo()
+        raise RuntimeError(f"DataLoader worker (pid 1) exited unexpectedly with exit code {errno.EMFILE}.")
+
+    monkeypatch.setattr(source, "end_data_workers", end)
+    loader = training_loader(Ten(), Disconnected(), Plan.parse("workers=1,loading=processes"), world(0, 1))
+    with pytest.raises(PlanError, match=r"too many open files"):
+        next(loader.batches(0, 1))
+
+
+def test_a_worker_that_ignores_signals_ends_when_it_is_terminated() -> None:
+    """As torch does with a loader that only the garbage collector finds, whose queues are closed before it."""
+    batches = training_loader(Ten(), Pids(), Plan.parse("workers=1,loading=processes"), world(0, 1)).batches(0, 2)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGTERM)
+    next(batches)
+    worker.terminate()
+    worker.join()
+    assert worker.exitcode == -signal.SIGKILL
+    batches.close()
 
 
 def test_batches_of_an_evaluation_are_as_large_as_the_plan_says(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from grappe.errors import DataError, GrappeError, PlanError, TaskError
 from grappe.launch.fork import end_with_parent, parents_garbage_spared
 from grappe.launch.world import World, own_cores
 from grappe.plan import Plan
-from grappe.private_api.multiprocessing import end_where_a_queue_fails
+from grappe.private_api.multiprocessing import KilledForks, end_where_a_queue_fails
 from grappe.private_api.torch import end_data_workers, tree_map
 from grappe.task import Task
 
@@ -116,7 +116,7 @@ class WorkerProcesses:
             worker_init_fn=begin_worker,
             # Our processes come from a server, and would have one started for their workers: it would neither
             # know a task file's classes nor have torch imported.
-            multiprocessing_context="fork",
+            multiprocessing_context=KilledForks(),
             persistent_workers=True,
             prefetch_factor=samples.prefetch,
             pin_memory=samples.pin,
@@ -136,9 +136,14 @@ class WorkerProcesses:
     def next(self) -> Any:
         try:
             return next(self._loaded)
-        except Exception as error:
+        except Exception as first:
+            error = first
             # Who keeps the error keeps its frames, and so the workers: a notebook would wait ten seconds for them.
-            end_data_workers(self._loaded)
+            try:
+                end_data_workers(self._loaded)
+            except RuntimeError as ended:  # torch's signal handler: a worker closed its socket, and has ended now
+                if isinstance(first, ConnectionError | EOFError):
+                    error = ended
             if not isinstance(error, GrappeError):
                 raise _explained(error) from error.__cause__
             kind = type(error)  # the task's own message, without the worker's traceback

@@ -6,7 +6,8 @@ import atexit
 import multiprocessing
 import os
 import time
-from multiprocessing import forkserver, queues
+from multiprocessing import forkserver, popen_fork, queues
+from multiprocessing.context import ForkContext, ForkProcess
 
 from grappe.private_api import PrivateName
 
@@ -17,6 +18,7 @@ USED = (
     PrivateName("multiprocessing.forkserver.ForkServer", "_forkserver_pid", SEEN),
     PrivateName("atexit", "_run_exitfuncs", SEEN),
     PrivateName("multiprocessing.queues.Queue", "_on_queue_feeder_error", SEEN),
+    PrivateName("multiprocessing.context.ForkProcess", "_Popen", SEEN),
 )
 PATIENCE_SECONDS = 3.0
 
@@ -35,6 +37,26 @@ def end_where_a_queue_fails() -> None:
     """Lets this process end, with the system's error number, where it cannot send what it has: others would wait."""
     end = staticmethod(lambda error, item: os._exit(getattr(error, "errno", None) or 255))
     queues.Queue._on_queue_feeder_error = end  # type: ignore[attr-defined]
+
+
+class _Popen(popen_fork.Popen):
+    terminate = popen_fork.Popen.kill
+
+
+class _DataWorker(ForkProcess):
+    pass
+
+
+_DataWorker._Popen = _Popen  # type: ignore[assignment,method-assign]
+
+
+class KilledForks(ForkContext):
+    """Context of multiprocessing that forks, and whose processes may ignore SIGTERM: terminate() sends SIGKILL.
+
+    multiprocessing waits at exit for the children that it has terminated, however long that takes.
+    """
+
+    Process = _DataWorker
 
 
 def run_exit_functions() -> None:
