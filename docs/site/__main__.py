@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -35,7 +37,30 @@ def build(output: Path) -> int:
         if code := sphinx([*options, "-d", trees, str(sources / language), str(target)]):
             return code
     (output / "llms.txt").write_text(llms())
+    list_versions(output.parent)
     return 0
+
+
+VERSIONS = """\
+// Offers the sites that lie beside this one; each build of a site lists them anew.
+const versions = {versions};
+const choice = document.currentScript.previousElementSibling;
+const root = new URL(".", document.currentScript.src);
+for (const name of versions) {{
+  const folder = new URL(`../${{encodeURIComponent(name)}}/`, root);
+  choice.add(new Option(name, new URL("index.html", folder).href, false, folder.href === root.href));
+}}
+choice.hidden = versions.length < 2;
+"""
+"""Script of the choice of a version in the sidebar."""
+
+
+def list_versions(folder: Path) -> None:
+    """Writes into each site of a folder which others are there: build 0.2 beside 0.1, and both offer both."""
+    sites = [one for one in folder.iterdir() if (one / MARKER).is_file() and (one / "index.html").is_file()]
+    names = sorted((one.name for one in sites), key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
+    for one in sites:
+        (one / "versions.js").write_text(VERSIONS.format(versions=json.dumps(names[::-1])))
 
 
 def _sources(output: Path) -> Path:

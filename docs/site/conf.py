@@ -31,6 +31,7 @@ html_sidebars = {
     "**": [
         "sidebar/brand.html",
         "sidebar/language.html",
+        "sidebar/version.html",
         "sidebar/search.html",
         "sidebar/scroll-start.html",
         "sidebar/navigation.html",
@@ -70,7 +71,7 @@ def _languages(app: Sphinx, page: str, template: str, context: dict[str, Any], t
         context["_"] = lambda text: FRENCH.get(text) or _(text)
         for part in ("body", "toc", "title", "furo_navigation_tree"):
             context[part] = _unbroken(context.get(part, ""))
-    context["translation"] = up + other
+    context["translation"], context["root"] = up + other, up
     context["translation_language"] = "fr" if english else "en"
     context["translation_name"] = "Français" if english else "English"
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 from urllib.parse import quote_plus, unquote, urlsplit
 
 import pytest
+from docs.site.__main__ import list_versions
 
 from grappe import engines
 from grappe.cli.commands import app
@@ -287,6 +289,21 @@ def test_the_dark_mode_is_dark(site: Path, browser: Browser) -> None:
     dark = browser.evaluate(colour)
     browser.prefer("light")
     assert sum(rgb(dark)) < 150 < 600 < sum(rgb(light))
+
+
+def test_a_version_offers_those_beside_it(site: Path, browser: Browser, tmp_path: Path) -> None:
+    choice = "document.querySelector('.sidebar-drawer select')"
+    browser.open(site / "index.html")
+    assert browser.evaluate(f"{choice}.hidden")
+    for name in ("0.9", "0.10"):
+        shutil.copytree(site, tmp_path / name)
+    list_versions(tmp_path)
+    for name, page in (("0.9", "docs/plans.html"), ("0.10", "fr/plans.html")):
+        browser.open(tmp_path / name / page)
+        offered = f"[{choice}.hidden, {choice}.selectedOptions[0].text, [...{choice}.options].map(one => one.value)]"
+        addresses = [(tmp_path / each / "index.html").as_uri() for each in ("0.10", "0.9")]
+        assert browser.evaluate(offered) == [False, name, addresses]
+    assert not browser.complaints
 
 
 def rgb(colour: str) -> list[int]:
