@@ -48,6 +48,7 @@ from grappe.step.loss import HostCopy, StepResult, loss_of
 from grappe.step.scores import Scores, SliceSums, TrainingScores
 from grappe.step.task_contract import Plateau, model_of
 from grappe.task import Task, overrides, split_name
+from grappe.training.bottleneck import BottleneckMeter
 from grappe.training.checked_steps import CheckedSteps
 from grappe.training.headspace import Headspace
 from grappe.training.options import SAVE_SECONDS, Options
@@ -139,6 +140,7 @@ class Training:
     training_scores: TrainingScores
     loading_cost: Callable[[StepTimes], Headspace]
     """Computes what waiting for samples has cost. Collective."""
+    meter: BottleneckMeter
     check: CheckedSteps | None
     """Compares steps with one process's; None: there is one process, or nothing to compare."""
     first_use: Callable[[], AbstractContextManager[None]]
@@ -223,13 +225,15 @@ class Training:
             if problem is not None:
                 raise RunError(f"{problem}. The checkpoint before it is whole: free some space, and start again")
             timing = clock.timing()
+            waits = self.loading_cost(timing)
             outcome = Outcome(
                 status=self._stop or ("finished" if self.step >= self.info.total_steps else "paused"),
                 step=self.step,
                 scores=self.progress.scores,
                 peaks=self.world.gather({**memory.peak(self.world.device), **clock.held}),
                 timing=timing,
-                headspace=self.loading_cost(timing),
+                headspace=waits,
+                bottleneck=self._bottleneck(waits),
                 remarks=[
                     *engine.remarks(),
                     *self.batches.remarks(),
@@ -249,6 +253,11 @@ class Training:
             finally:
                 self.watchers.call("ended", outcome)
         return outcome
+
+    def _bottleneck(self, waits: Headspace) -> str:
+        """Says what holds the training back most; "" if nothing stands out. Collective."""
+        largest = self.meter.largest(lambda _: (waits.share if waits.advice else 0.0, waits.advice))
+        return "" if largest is None else largest.sentence
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yields the same batches; the wait for each counts as data, the time after it as forward."""
@@ -288,6 +297,8 @@ class Training:
         spent, size = self.clock.last_step, None if norm is None else HostCopy(norm)
         self._pending = Pending(result, seconds, spent, count, size, scores)
         self.watchdog.marks += 1
+        if self.meter.stepped() and (says := self._bottleneck(self.loading_cost(self.clock.timing()))):
+            self.watchers.call("checked", step, says)
         last = step == self.info.last_step and self._evaluates
         evaluate = last or not step % self._evaluate_every
         save = last or not step % self._save_every

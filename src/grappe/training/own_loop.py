@@ -41,6 +41,7 @@ from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.start import start
 from grappe.parallel.shard import reshard
 from grappe.plan import AnyPlan, Plan, as_plan
+from grappe.profiling.chronometer import waits_counted
 from grappe.profiling.phases import CHECKPOINT, DATA, EVALUATION, FORWARD
 from grappe.rows.messages import check_in_step
 from grappe.rows.tensor import full
@@ -124,6 +125,8 @@ class Loop:
         """The ids of the models' parameters."""
         self._kept = KeptObjects()
         self._log.stop.install()
+        self._waits = contextlib.ExitStack()
+        self._waits.enter_context(waits_counted(self.chronometer))
         self._folder = LoopFolder(folder, self.plan, self.world, seed) if folder is not None else None
         self._log.folder = self._folder
         self._found = self._folder.checkpoint if self._folder is not None else None
@@ -422,10 +425,12 @@ class Loop:
         if self._closed:
             return
         self._closed = True
+        self._waits.close()
         self.chronometer.finish()
         try:
             if error is None:
                 self._log.flush()
+                self._log.say_bottleneck()
                 self._steps.end(self._log, None)
         except GrappeError as problem:
             error = problem

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from grappe.checkpoint.format import Checkpoint, Retention
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import Saver
+from grappe.data.loading import workers_needed
 from grappe.errors import RunError
 from grappe.errors.user_line import is_users_file
 from grappe.launch import files
@@ -30,9 +31,10 @@ from grappe.launch.terminal import say
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.phases import BACKWARD, FORWARD, UPDATE
+from grappe.profiling.phases import BACKWARD, DATA, FORWARD, PHASES, UPDATE
 from grappe.rows.tensor import own_term
 from grappe.step.scores import Scores
+from grappe.training.bottleneck import BottleneckMeter, RankTimes
 from grappe.training.rows_step import SpreadSteps
 from grappe.training.run import DONE, Run, restarted, start_facts, taken
 from grappe.training.watchers.base import Record, RunInfo, Watcher
@@ -180,6 +182,7 @@ class StepLog:
         self._fresh: set[str] = set()
         """Lines of backwards since an optimizer has stepped: their losses add up."""
         self._running: tuple[Record, Tensor, Tensor | None, Sequence[dist.Work]] | None = None
+        self._meter = BottleneckMeter(self.chronometer, world)
 
     def backward(self, loss: Tensor, run: Callable[[float], None]) -> None:
         """Runs a backward, and notes its time and this process's term of its loss."""
@@ -214,6 +217,8 @@ class StepLog:
         """
         self.stop.check_time()
         before = self.flush()
+        if self._meter.stepped():
+            self.say_bottleneck()
         sums, terms = torch.tensor([self.stop.flag, *numbers], dtype=torch.float64), list(self._terms.values())
         losses = torch.stack([each.to(terms[0].device) for each in terms]) if terms else None
         self._terms.clear()
@@ -226,6 +231,15 @@ class StepLog:
         self._running = record, sums, losses, works
         return sums.tolist() if self._world.size == 1 else before
 
+    def say_bottleneck(self) -> None:
+        """Says what holds the loop back most, and writes it to the run; nothing if nothing stands out. Collective."""
+        largest = self._meter.largest(_waits)
+        if largest is None or self._world.rank:
+            return
+        say(largest.sentence, sys.stderr)
+        if self.folder is not None:
+            Run(self.folder.path).describe(bottleneck=largest.sentence)
+
     def flush(self) -> list[float]:
         """Writes the last step, and returns the sums of its numbers; [] if that was done. Collective."""
         if self._running is None:
@@ -237,3 +251,8 @@ class StepLog:
         if self.folder is not None:
             self.folder.stepped(record, [] if losses is None else losses.tolist())
         return sums.tolist()
+
+
+def _waits(times: Sequence[RankTimes]) -> tuple[float, str]:
+    share = max(each.share(PHASES[DATA]) for each in times)
+    return share, f"load with {workers_needed(share, 0)} workers or more, or make a sample cheaper"

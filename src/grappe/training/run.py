@@ -50,7 +50,7 @@ PARTS = ("checkpoints", "logs", METRICS, FAILED, USAGE, "samples", "profile", "t
 """Folders of a run, and the files in it that a training appends to."""
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("task", "class", "plan", "data", "dataset", "sampling", "source", "device"), str),
-    **dict.fromkeys(("processor", "host", "started", "status", "id", "name", "note", "script"), str),
+    **dict.fromkeys(("processor", "host", "started", "status", "bottleneck", "id", "name", "note", "script"), str),
     **dict.fromkeys(("seed", "processes", "threads", "restarts", "step", "total_steps"), int),
     **dict.fromkeys(("fields", "used", "headspace", "loading", "drawn", "drawn_until"), dict[str, Any]),
     "start": TypedDict("Start", {"units": list[str]}, total=False),  # pyrefly: ignore

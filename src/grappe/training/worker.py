@@ -40,6 +40,7 @@ from grappe.step.observers import Observers
 from grappe.step.scores import TrainingScores
 from grappe.step.task_contract import metrics_of
 from grappe.task import Task, overrides
+from grappe.training.bottleneck import BottleneckMeter
 from grappe.training.checked_steps import CheckedSteps, can_be_checked
 from grappe.training.headspace import headspace
 from grappe.training.loop import Training, WeightAverage, naming_overwritten
@@ -219,6 +220,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 loading_cost=lambda timing: headspace(
                     timing, (batches, validation), world, tuned=batches.loads and batches.sources.tuned
                 ),
+                meter=BottleneckMeter(clock, world),
                 check=check,
                 first_use=library_memory,
             )
@@ -355,6 +357,7 @@ def _write_outcome(run: Run, outcome: Outcome, training: Training, meter: Meter)
             used=so_far,
             costs=costs,
             headspace=outcome.headspace.as_json(),
+            bottleneck=outcome.bottleneck,
             checked=checked | ({} if check is None else {str(step + 1): gap for step, gap in check.distances.items()}),
             lower_is_better=[name for name, metric in metrics.items() if metric.higher_is_better is False],
         )

@@ -19,7 +19,7 @@ from tests.training.watchers.made_up import INFO
 
 
 def closing(
-    peaks: Sequence[Mapping[str, int]], waits: Headspace, status: str = "finished", *, terminal: bool = False
+    peaks: Sequence[Mapping[str, int]], bottleneck: str, status: str = "finished", *, terminal: bool = False
 ) -> dict[str, str]:
     """The rows of a small training's end, by their names."""
     stream = io.StringIO()
@@ -33,7 +33,8 @@ def closing(
             step=1200,
             scores=Scores(samples=4, count=4.0, loss=3.21e-5, metrics={"accuracy": 0.75, "training_loss": 0.5}),
             timing=timing("host", [], list((dict.fromkeys(PHASES, 0.0) | {"forward": 2.0}).values())),
-            headspace=waits,
+            headspace=Headspace(waited=0.0, share=0.0),
+            bottleneck=bottleneck,
             peaks=peaks,
         )
     )
@@ -42,7 +43,6 @@ def closing(
 
 
 SMALL = {"host": 488_000_000, "parameters": 18_000, "gradients": 18_000}
-QUICK = Headspace(waited=0.0, share=0.0)
 
 
 def test_a_peak_is_a_sum_where_it_has_several_parts_that_matter() -> None:
@@ -51,7 +51,7 @@ def test_a_peak_is_a_sum_where_it_has_several_parts_that_matter() -> None:
 
 
 def test_the_end_says_what_matters_and_what_comes_next() -> None:
-    assert closing([SMALL, {**SMALL, "host": 495_000_000}], QUICK) == {
+    assert closing([SMALL, {**SMALL, "host": 495_000_000}], "") == {
         "training": "finished, 1,200 steps",
         "validation accuracy": "75.00% (3 of 4)",
         "training loss": "0.5000",
@@ -66,12 +66,12 @@ def test_the_end_says_what_matters_and_what_comes_next() -> None:
 
 def test_on_a_narrow_terminal_the_next_command_is_one_line_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    rows = closing([SMALL], QUICK, terminal=True)
+    rows = closing([SMALL], "", terminal=True)
     assert rows["next"] == "grappe evaluate 'runs/my run'" and rows[""] == "grappe report 'runs/my run'"
 
 
 def test_waits_and_large_parts_have_rows_of_their_own() -> None:
     large = {"host": 488_000_000, "parameters": 102_000_000}
-    rows = closing([large, large], Headspace(waited=1.0, share=0.5, advice="use workers=1"), "interrupted")
-    assert rows["data"].endswith("use workers=1") and rows["peak memory, process 1"].startswith("488 MB = ")
+    rows = closing([large, large], "input-bound: use workers=1", "interrupted")
+    assert rows["bottleneck"] == "input-bound: use workers=1" and rows["peak memory, process 1"].startswith("488 MB = ")
     assert "next" not in rows

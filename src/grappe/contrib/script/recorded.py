@@ -443,6 +443,7 @@ class RecordedSteps(StepHandler):
         self.chronometer.finish()
         if error is None:
             self._log.flush()
+            self._log.say_bottleneck()
             usages = self._world.gather(dataclasses.replace(self._meter.usage(), timing=self.chronometer.timing()))
             if self._folder is not None and self._world.rank == 0:
                 run = Run(self._folder.path)

@@ -88,6 +88,8 @@ class Outcome:
     """Summary of this process's time."""
     headspace: Headspace
     """Cost of waiting for data."""
+    bottleneck: str = ""
+    """What held the training back most, and the change that helps; "": nothing stands out."""
     peaks: Sequence[Mapping[str, int]] = ()
     """By rank: peak bytes ("host", "device"), and bytes of parameters, gradients and optimizer state."""
     remarks: Sequence[str] = ()

@@ -182,9 +182,8 @@ class Console(Watcher):
         longest, least = sorted(spent.items(), key=lambda part: -part[1]), max(0.05, 0.02 * total)
         parts = [f"{self._word(name)} {seconds:.1f} s" for name, seconds in longest if seconds >= least]
         rows.append(("time", str(translated(f"{total:.1f} s: {', '.join(parts)}", self._console.file))))
-        if outcome.headspace.advice:
-            waits = outcome.headspace
-            rows.append(("data", f"waiting for data: {waits.share:.0%} of the time: {waits.advice}"))
+        if outcome.bottleneck:
+            rows.append(("bottleneck", outcome.bottleneck))
         rows += _memory(outcome, self._word)
         rows += [("engine", remark) for remark in outcome.remarks]
         rows.append(("run", str(self._info.folder)))

@@ -1,0 +1,212 @@
+"""What holds a training back most, from the times of all its processes, in one sentence with the change that helps."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from grappe.launch.world import World
+from grappe.profiling.chronometer import Chronometer
+from grappe.profiling.phases import PHASES, START
+
+STEPS = 200
+"""Steps of a start after which a first sentence is due, or twice as many, and so on, until LEAST_SECONDS are over."""
+LEAST_SECONDS = 30.0  # in a shorter time a share is noise, and nobody gains by less
+WORTH = 1.1  # times as fast: less is not worth a change
+COMPUTING = ("forward", "backward", "update")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """Seconds of one process since its first step."""
+
+    phases: Mapping[str, float]
+    """Wall seconds by phase, without the start."""
+    processor: float
+    """CPU seconds of all its threads."""
+    host: str
+    cores: frozenset[int]
+    """Cores on which it may run."""
+    device: str
+
+    @property
+    def total(self) -> float:
+        """Wall seconds of all phases."""
+        return sum(self.phases.values())
+
+    @property
+    def computing(self) -> float:
+        """Wall seconds in which it computes, on a CPU."""
+        return sum(self.phases[name] for name in COMPUTING)
+
+    def share(self, phase: str) -> float:
+        """Computes a phase's share of its time."""
+        return self.phases[phase] / max(1e-9, self.total)
+
+
+class Bottleneck(NamedTuple):
+    """What holds a training back."""
+
+    kind: str
+    """"input", "evaluation", "saving", "communication", "slow process", "binding" or "other programs"."""
+    faster: float
+    """Estimate of the samples/s after the change, in times of what they are: 1.9."""
+    sentence: str
+
+
+Waits = Callable[[Sequence[RankTimes]], tuple[float, str]]
+"""Gives the share of the time that the slowest process waited for data, and what would change it."""
+
+
+class BottleneckMeter:
+    """The times of a process's steps after the first, from which all processes together find the bottleneck."""
+
+    def __init__(self, chronometer: Chronometer, world: World) -> None:
+        self._chronometer, self._world = chronometer, world
+        self._before: list[float] = []
+        self._processor = 0.0
+        self._steps, self._due = 0, STEPS
+
+    def stepped(self) -> bool:
+        """Counts a step; returns whether the first sentence is due, on all processes alike."""
+        self._steps += 1
+        if self._steps == 1:  # it is slower than all others
+            self._before, self._processor = self._chronometer.spent()[1], time.process_time()
+        return self._steps == self._due
+
+    def largest(self, waits: Waits) -> Bottleneck | None:
+        """Finds the bottleneck; None: nothing stands out, or the training is short. Collective."""
+        if self._steps < 2:
+            return None
+        times = self._world.gather(self._times())
+        if min(each.total for each in times) < LEAST_SECONDS:
+            self._due *= 2
+            return None
+        return bottleneck(times, waits)
+
+    def _times(self) -> RankTimes:
+        spent = zip(PHASES, self._chronometer.spent()[1], self._before, strict=True)
+        return RankTimes(
+            phases={name: now - before for name, now, before in spent if name != PHASES[START]},
+            processor=time.process_time() - self._processor,
+            host=socket.gethostname(),
+            cores=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
+            device=self._world.device.type,
+        )
+
+
+def bottleneck(times: Sequence[RankTimes], waits: Waits) -> Bottleneck | None:
+    """Finds what would bring most if it were changed; None: nothing brings a tenth.
+
+    Args:
+        times: by rank.
+    """
+    of_host = [_slow_process(times), _communication(times), _binding(times) or _other_programs(times)]
+    if any(each.device != "cpu" for each in times):  # the host is ahead of a GPU, and waits in other phases than it
+        of_host = []
+    causes = [_input(*waits(times)), _evaluation(times), _saving(times), *of_host]
+    worth = [cause for cause in causes if cause is not None and cause.faster >= WORTH]
+    return max(worth, key=lambda cause: cause.faster, default=None)
+
+
+def _input(share: float, remedy: str) -> Bottleneck:
+    faster = _without(share)
+    return Bottleneck(
+        "input",
+        faster,
+        f"input-bound: waiting for data took {share:.0%} of the time; no wait would give {faster:.1f} times "
+        f"the samples/s: {remedy}",
+    )
+
+
+def _evaluation(times: Sequence[RankTimes]) -> Bottleneck:
+    share = statistics.mean(each.share("evaluation") for each in times)
+    faster = _without(share / 2)
+    return Bottleneck(
+        "evaluation",
+        faster,
+        f"evaluating took {share:.0%} of the time: half as often would give {faster:.1f} times the samples/s",
+    )
+
+
+def _saving(times: Sequence[RankTimes]) -> Bottleneck:
+    share = statistics.mean(each.share("checkpoint") for each in times)
+    faster = _without(share * 0.9)
+    return Bottleneck(
+        "saving",
+        faster,
+        f"saving took {share:.0%} of the time: ten times less often would give {faster:.1f} times the samples/s",
+    )
+
+
+def _slow_process(times: Sequence[RankTimes]) -> Bottleneck | None:
+    """The process that computes longest, if the others wait about as long as it computes more than they do."""
+    computing = [each.computing for each in times]
+    slowest = max(range(len(times)), key=computing.__getitem__)
+    others = [seconds for rank, seconds in enumerate(computing) if rank != slowest]
+    if not others:
+        return None
+    more = computing[slowest] - statistics.median(others)
+    waits = min(each.phases["communication"] for rank, each in enumerate(times) if rank != slowest)
+    if waits - times[slowest].phases["communication"] < more / 2:
+        return None
+    longer = computing[slowest] / max(1e-9, statistics.median(others))
+    faster, host = _without(more / max(1e-9, times[slowest].total)), times[slowest].host
+    return Bottleneck(
+        "slow process",
+        faster,
+        f"process {slowest} on {host} computes {longer:.1f} times as long as the others, which wait: a node "
+        f"as quick as theirs would give {faster:.1f} times the samples/s",
+    )
+
+
+def _communication(times: Sequence[RankTimes]) -> Bottleneck:
+    share = min(each.share("communication") for each in times)
+    faster = _without(share / 2)
+    return Bottleneck(
+        "communication",
+        faster,
+        f"exchanging gradients took {share:.0%} of the time: a batch twice as large would give "
+        f"{faster:.1f} times the samples/s",
+    )
+
+
+def _binding(times: Sequence[RankTimes]) -> Bottleneck | None:
+    """Processes of a node that are bound to fewer cores than they are."""
+    for host in dict.fromkeys(each.host for each in times):
+        bound = [each for each in times if each.host == host]
+        cores, count = len(frozenset[int]().union(*(each.cores for each in bound))), len(bound)
+        if not 0 < cores < count:
+            continue
+        computing = statistics.mean(each.computing / max(1e-9, each.total) for each in bound)
+        faster = _without(computing * (1 - cores / count))
+        return Bottleneck(
+            "binding",
+            faster,
+            f"{count} processes on {host} may run on {cores} of its cores: a core for each (--cpus-per-task) "
+            f"would give {faster:.1f} times the samples/s",
+        )
+    return None
+
+
+def _other_programs(times: Sequence[RankTimes]) -> Bottleneck:
+    """A process that computes, and has fewer CPU seconds than wall seconds: its cores work for others."""
+    lost = max(0.0, 1 - min(each.processor / max(1e-9, each.computing) for each in times))
+    computing = statistics.mean(each.computing / max(1e-9, each.total) for each in times)
+    faster = _without(computing * lost)
+    return Bottleneck(
+        "other programs",
+        faster,
+        f"other programs had its cores for {lost:.0%} of the time that it computed: cores of its own would "
+        f"give {faster:.1f} times the samples/s",
+    )
+
+
+def _without(share: float) -> float:
+    """Computes how many times as fast a training is without a share of its time."""
+    return 1 / max(0.01, 1 - share)

@@ -1,0 +1,138 @@
+"""The bottleneck: planted times are named, with the change; healthy ones are not; and real trainings say it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grappe.profiling.phases import PHASES
+from grappe.training.bottleneck import Bottleneck, RankTimes, bottleneck
+from grappe.training.run import Run
+from tests.patience import PATIENCE_SECONDS
+
+ROOT = Path(__file__).parents[2]
+WAITS = "load with 3 workers"
+
+
+def times(
+    *, host: str = "n1", cores: tuple[int, ...] = (0, 1, 2, 3), device: str = "cpu", processor: float | None = None,
+    **phases: float,
+) -> RankTimes:  # fmt: skip
+    """A process's times of 100 seconds: what `phases` leave is forward's."""
+    found = dict.fromkeys(PHASES[:-1], 0.0) | phases
+    found["forward"] += 100.0 - sum(found.values())
+    computing = sum(found[name] for name in ("forward", "backward", "update"))
+    return RankTimes(
+        phases=found, processor=computing if processor is None else processor, host=host, cores=frozenset(cores),
+        device=device,
+    )  # fmt: skip
+
+
+def found(*processes: RankTimes) -> Bottleneck | None:
+    return bottleneck(processes, lambda times: (max(each.share("data") for each in times), WAITS))
+
+
+@pytest.mark.parametrize(
+    ("processes", "kind", "faster", "words"),
+    [
+        ([times(data=50)], "input", 2.0, "no wait would give 2.0 times the samples/s: load with 3 workers"),
+        ([times(), times(data=50)], "input", 2.0, "input-bound"),
+        ([times(evaluation=60)], "evaluation", 1.43, "half as often would give 1.4 times the samples/s"),
+        ([times(checkpoint=50)], "saving", 1.82, "ten times less often"),
+        ([times(communication=60), times(communication=10)], "slow process", 2.0, "process 1 on n1 computes 2.2 times"),
+        ([times(communication=60), times(communication=50)], "communication", 1.33, "a batch twice as large"),
+        ([times(cores=(0,), processor=50), times(cores=(0,), processor=50)], "binding", 2.0, "2 processes on n1 may"),
+        ([times(processor=40)], "other programs", 2.5, "for 60% of the time"),
+        ([times(device="cuda", checkpoint=50, processor=5)], "saving", 1.82, "saving took 50%"),
+    ],
+)
+def test_a_planted_cause_is_named_with_the_change(
+    processes: list[RankTimes], kind: str, faster: float, words: str
+) -> None:
+    one = found(*processes)
+    assert one is not None
+    assert (one.kind, round(one.faster, 2)) == (kind, faster)
+    assert words in one.sentence
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [
+        [times()],
+        [times(data=5, evaluation=10, checkpoint=5)],
+        [times(communication=12), times(communication=8)],
+        [times(processor=350)],
+        [times(device="cuda", processor=5, communication=60), times(device="cuda", communication=60)],
+        [times(cores=(0,)), times(cores=(0,), host="n2")],
+        [times(cores=())],
+    ],
+)
+def test_nothing_is_said_of_a_healthy_training(processes: list[RankTimes]) -> None:
+    assert found(*processes) is None
+
+
+SLOW_DATA = """
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+class Slow(Dataset):
+    def __len__(self): return 1100
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return torch.ones(4), torch.ones(1)
+"""
+SCRIPT = """
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for inputs, targets in DataLoader(Slow(), batch_size=5):
+    torch.nn.functional.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+LOOP = """
+import grappe
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with grappe.Loop(run="run") as loop:
+    model, optimizer = loop.parallelize(model, optimizer)
+    for inputs, targets in loop.batches(Slow(), batch_size=5):
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+TASK = """
+import grappe
+class Waiting(grappe.Task):
+    batch_size: int = 5
+    epochs: int = 1
+    def model(self): return torch.nn.Linear(4, 1)
+    def data(self, split, folder): return Slow()
+    def optimizer(self, parameters): return torch.optim.SGD(parameters, lr=0.1)
+    def loss(self, outputs, targets): return ((outputs - targets) ** 2).mean(1)
+"""
+WAYS = {
+    "launch": (SCRIPT, ["-m", "grappe", "launch", "--run", "run", "train.py"]),
+    "loop": (LOOP, ["train.py"]),
+    "task": (TASK, ["-m", "grappe", "train", "train.py:Waiting", "--run", "run", "--plan", "workers=0", "--no-check"]),
+}
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.nightly) for way in WAYS if way != "loop"] + ["loop"]
+)
+def test_a_training_that_waits_for_data_says_so_after_200_steps_and_at_the_end(way: str, tmp_path: Path) -> None:
+    modules = ("grappe.training.bottleneck", "grappe.training.headspace")
+    short = [f"import {module}\n{module}.LEAST_SECONDS = 1\n" for module in modules]
+    (tmp_path / "sitecustomize.py").write_text("".join(short))
+    text, command = WAYS[way]
+    (tmp_path / "train.py").write_text(SLOW_DATA + text)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    written = Run(tmp_path / "run").read_description()["bottleneck"]
+    assert written.startswith("input-bound: ")
+    said = done.stdout + done.stderr
+    assert said.count("input-bound: ") == 2, said
