@@ -97,6 +97,12 @@ def test_gpus_make_a_plan() -> None:
         ("trillium", "replicate=2", {}, "whole nodes: 1 or a multiple of 4 GPUs; this plan has 2"),
         ("tamia", "", {}, "a multiple of 4 GPUs; this plan has 1"),
         ("lumi", "replicate=40", {"time": "49h"}, "no queue of lumi admits it. small-g: at most 4 nodes"),
+        (
+            "clariden",
+            "",
+            {"time": "15h", "account": "g1"},
+            "normal: at most 12 h, this job asks for 15 h. If you name it: --queue low",
+        ),
         ("jean-zay-v100", "", {"queue": "qos_gpu_t3"}, "no queue 'qos_gpu_t3': did you mean qos_gpu-t3"),
         ("jean-zay-v100", "", {"queue": "qos_gpu-dev", "time": "7201s"}, "at most 2 h"),
         ("narval-cpu", "replicate=2,device=cpu", {"cores": 33}, "those of narval-cpu have 64"),

@@ -300,17 +300,17 @@ def _queue(site: Site, name: str | None, nodes: int, gpus: int, seconds: int) ->
                 return queue
         names = [queue.name for queue in site.queue]
         raise UsageError(f"{site.name} has no queue '{name}': {nearest(name, names)}")
-    reasons = []
-    for queue in site.queue:
-        if queue.only_when_named:
-            continue
-        why = _refusal(queue, nodes, gpus, seconds)
-        if why is None:
+    reasons = {queue.name: _refusal(queue, nodes, gpus, seconds) for queue in site.queue}
+    usual = [queue for queue in site.queue if not queue.only_when_named]
+    for queue in usual:
+        if reasons[queue.name] is None:
             return queue
-        reasons.append(f"{queue.name}: {why}")
-    if reasons:
-        raise UsageError(f"no queue of {site.name} admits it. {'; '.join(reasons)}")
-    return None
+    if not usual:
+        return None
+    refused = "; ".join(f"{queue.name}: {reasons[queue.name]}" for queue in usual)
+    if named := next((name for name, why in reasons.items() if why is None), ""):
+        raise UsageError(f"no queue of {site.name} admits it. {refused}. If you name it: --queue {named}")
+    raise UsageError(f"no queue of {site.name} admits it. {refused}")
 
 
 def _refusal(queue: Queue, nodes: int, gpus: int, seconds: int) -> str | None:

@@ -192,7 +192,8 @@ def _head(script: Script) -> str:
     text = f"{starts} on {counts[1]} node{'s' if nodes > 1 else ''}{spare}"
     notes = [f"Made by: {script.command}"] if script.command else []
     notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]
-    notes += [f"{cost(site, layout)}{f', {script.job.chain} times' if script.job.chain else ''}"]
+    chain = script.job.chain or 1
+    notes += [f"{cost(site, layout)}{f', {chain} times' if chain > 1 else ''}"]
     notes += [note for note in (script.torch, script.time_note) if note]
     marks = [mark for mark in site.unconfirmed.items() if not mark[0].startswith(("storage", "slice"))]
     notes += [f"Unconfirmed, {fact}: {why}" for fact, why in marks]
