@@ -322,7 +322,7 @@ class Losses:
         if isinstance(micro.weights, Mapping) and self._domain is not None and self._domain.exchanges:
             raise PlanError("domain= has no losses that are counted by name: give counts() one tensor, or leave it out")
         loss: Any = self._task.loss(output, micro.targets)
-        if loss.__class__ is not Tensor or micro.weights is not None:
+        if loss.__class__ is not Tensor or not loss.dim() or micro.weights is not None:
             return checked_values(self._task, loss, micro.size, micro.weights)
         shape = (loss.shape, loss.dtype, micro.rows, micro.padding)
         if shape != self._checked:
