@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -97,11 +97,13 @@ _GRAD = inspect.signature(torch.autograd.grad)
 
 
 def _with_twins(plain: Callable[..., Any], sums: GradientSums) -> Callable[..., Any]:
-    def grad(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+    def grad(*arguments: Any, **options: Any) -> Any:
         bound = _GRAD.bind(*arguments, **options)
         bound.apply_defaults()
         given = bound.arguments
         inputs = given["inputs"]
+        if isinstance(inputs, Mapping):  # by name, since torch 2.13
+            return dict(zip(inputs, grad(**given | {"inputs": [*inputs.values()]}), strict=True))
         asked = [made_of(each) for each in ([inputs] if isinstance(inputs, Tensor) else inputs)]
         given["outputs"], given["grad_outputs"] = tree_map(as_rows, (given["outputs"], given["grad_outputs"]))
         graph, twins = _in_graphs(asked, sums) if all(isinstance(each, Tensor) for each in asked) else (asked, [])
