@@ -400,7 +400,8 @@ def _part_at(value: Any, place: Placement) -> Any:
     if type(value) is OwnRows:
         return local_of(value) if value._place == place else _UNALIKE
     plain = type(value) is Tensor or type(value) is nn.Parameter
-    return own_part(weight(value), place) if plain and value.shape[place.dim] == place.total else _UNALIKE
+    fits = plain and value.shape[place.dim] == place.outer * place.total
+    return own_part(weight(value), place) if fits else _UNALIKE
 
 
 # ---- Views -------------------------------------------------------------------------------------------------
@@ -497,16 +498,9 @@ def _concatenated(of_torch: Any, arguments: Any, options: Any) -> Any:
     dim = dim % (dims + 1 if of_torch is torch.stack else dims)
     if dim == place.dim and of_torch is not torch.stack:
         return NotImplemented
-    own = []
-    for each in tensors:
-        if type(each) is OwnRows and each._place == place and each._local.dim() == dims:
-            own.append(local_of(each))
-        elif type(each) in (Tensor, nn.Parameter) and each.dim() == dims:
-            if each.shape[place.dim] != place.outer * place.total:
-                return NotImplemented
-            own.append(own_part(weight(each), place))
-        else:
-            return NotImplemented
+    own = [_part_at(each, place) for each in tensors]
+    if any(each is _UNALIKE for each in own):
+        return NotImplemented
     after = place._replace(dim=place.dim + 1) if of_torch is torch.stack and dim <= place.dim else place
     return new_own(of_torch(own, dim), after)
 
