@@ -24,7 +24,7 @@ from grappe.plan import Plan
 from grappe.rows import exchange
 from grappe.rows.context import NOW
 from grappe.rows.exchange import RowExchange
-from grappe.step.loss import Losses, PartLosses
+from grappe.step.loss import Losses
 from grappe.step.whole_batch_loss import WholeBatchLosses
 from tests.parity.tasks import Images, Tokens
 from tests.processes import Pool
@@ -234,12 +234,12 @@ def norms_of_parts() -> Any:
 
 
 def gradient_times_the_degree() -> Any:
-    gradient = PartLosses._output_gradient
+    gradient = Losses._output_gradient
 
-    def larger(self: PartLosses, *arguments: Any) -> Any:
-        return self._domain.size * gradient(self, *arguments)
+    def larger(self: Losses, *arguments: Any) -> Any:
+        return self._processes * gradient(self, *arguments)
 
-    return mock.patch.object(PartLosses, "_output_gradient", larger)
+    return mock.patch.object(Losses, "_output_gradient", larger)
 
 
 def mask_that_is_shifted() -> Any:

@@ -128,6 +128,19 @@ def asked_for(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
     backward((slope.norm(dim=1) - 1).square().mean() + sum(each.square().sum() for each in grads))
 
 
+def asked_for_by_name(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
+    named = dict(net.named_parameters())
+    try:
+        grads: Any = torch.autograd.grad((named["0.weight"] * 2).sum(), {"0.weight": named["0.weight"]})
+    except (TypeError, AttributeError):
+        usual(net, value, backward)  # before torch 2.13 there are no names
+        return
+    grads = torch.autograd.grad(net(value).square().mean() + named["0.weight"].square().mean(), named)
+    assert list(grads) == list(named)
+    for name, each in named.items():
+        each.grad = full(grads[name])
+
+
 def moved_weights(net: nn.Sequential, value: Tensor, backward: Backward) -> None:
     """Memory that is another one after a first step."""
     usual(net, value, backward)
@@ -139,7 +152,7 @@ def moved_weights(net: nn.Sequential, value: Tensor, backward: Backward) -> None
 FORMS = {each.__name__: each for each in (
     usual, accumulated, in_two_dtypes, scaled_by_a_later_hook, stepped_within, clamped_within, twice_through_a_layer,
     with_a_penalty, tied, hooked_after_the_forward,
-    scaled_by_a_hook_on_an_activation, some_inputs, asked_for, moved_weights,
+    scaled_by_a_hook_on_an_activation, some_inputs, asked_for, asked_for_by_name, moved_weights,
 )}  # fmt: skip
 
 

@@ -12,9 +12,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from grappe.launch.rank import ProcessRank
 from grappe.launch.world import joined
 from grappe.plan import Plan
-from grappe.step.clip import Clipping, gradient_norm
+from grappe.step.clip import clipping, gradient_norm
 from grappe.step.precision import LossScale
+from grappe.task import Task
 from tests.processes import Pool
+
+
+class Clipped(Task):
+    """Task with a bound on the gradient's norm."""
+
+    clip: float | None = None
 
 
 def model() -> nn.Sequential:
@@ -54,7 +61,9 @@ def test_a_scaled_gradient_is_clipped_as_torch_clips_the_gradient(precision: str
     nn.utils.clip_grad_norm_(alone.parameters(), bound)
     parameters = list(scaled.parameters())
     (scaled(torch.arange(12.0).view(2, 6)).sum() * loss_scale.value).backward()
-    before, skipped = Clipping(bound, loss_scale, parameters, lambda: gradient_norm(parameters))()
+    clip = clipping(Clipped(clip=bound), Plan(), loss_scale, parameters, lambda: gradient_norm(parameters))
+    assert clip is not None
+    before, skipped = clip()
     assert float(before) == pytest.approx(expected, rel=1e-6)
     assert not skipped
     for ours, theirs in zip(parameters, alone.parameters(), strict=True):
@@ -65,5 +74,7 @@ def test_an_infinity_skips_the_step_in_fp16_alone() -> None:
     for precision, is_skipped in (("fp32", False), ("fp16", True)):
         loss_scale, weight = LossScale(precision), nn.Parameter(torch.ones(2))
         weight.grad = torch.tensor([1.0, torch.inf])
-        _, skipped = Clipping(1.0, loss_scale, [weight], lambda weight=weight: gradient_norm([weight]))()
+        clip = clipping(Clipped(clip=1.0), Plan(), loss_scale, [weight], lambda weight=weight: gradient_norm([weight]))
+        assert clip is not None
+        _, skipped = clip()
         assert skipped == is_skipped

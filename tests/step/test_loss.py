@@ -30,6 +30,12 @@ class Given(Task):
         return self.given(output, target)
 
 
+class Compared(Given):
+    """The loss compares the samples of the whole batch."""
+
+    whole_batch_loss = True
+
+
 def contrastive(output: Any, target: Tensor) -> Tensor:
     image, text = output
     return functional.cross_entropy(image @ text.T, torch.arange(len(image)), reduction="none")
@@ -157,6 +163,17 @@ def test_each_sample_counts_as_much_and_padding_not_at_all(rows: int, padding: i
     assert torch.allclose(output.grad[:rows], alone.grad)
     assert not output.grad[rows:].any()
     assert float(loss.total) == pytest.approx(float(alone.detach().square().mean(1).sum()))
+
+
+def test_a_mean_over_the_whole_batch_is_the_value_of_each_of_its_rows() -> None:
+    output = torch.arange(1.0, 5.0).requires_grad_()
+    micro = Microbatch(None, torch.zeros(4), 4, None)
+    loss = Losses(Compared(given=lambda output, target: output.square().mean()))(
+        output, micro, Batch(0, 0, (micro,), 4, 4.0, np.arange(4))
+    )
+    loss.scalar().backward()
+    assert output.grad is not None and torch.allclose(output.grad, output.detach() / 2)
+    assert float(loss.total) == pytest.approx(4 * 7.5)
 
 
 def reduced(place: ProcessRank, meet: Path, plan: str) -> list[float]:

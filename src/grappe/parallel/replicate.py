@@ -191,7 +191,12 @@ class Replicas:
         Args:
             dry_run: called with the forward and the reduction to use; leaves gradients, and nothing else.
         """
-        self._wrapped = wrap(self._carrier, self._world)
+        self._wrapped = DistributedDataParallel(
+            self._carrier,
+            device_ids=[self._world.device] if self._world.device.type == "cuda" else None,
+            process_group=self._world.gradient_group,
+            **ddp_arguments(find_unused=False),  # pyrefly: ignore
+        )
         dry_run(self, self._reduction)
         for parameter in self._trained:
             parameter.grad = None
@@ -206,13 +211,3 @@ class Replicas:
         """Sets whether the next backward reduces gradients, as the backward of a step's last microbatch does."""
         assert self._wrapped is not None
         self._wrapped.require_backward_grad_sync = last
-
-
-def wrap(model: nn.Module, world: World) -> DistributedDataParallel:
-    """Wraps `model`, which has the same weights on all processes, in DDP over those whose gradients are summed."""
-    return DistributedDataParallel(
-        model,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
-        process_group=world.gradient_group,
-        **ddp_arguments(find_unused=False),  # pyrefly: ignore
-    )

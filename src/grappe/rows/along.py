@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grappe.private_api.torch import no_modes
 from grappe.rows.context import NOW
 from grappe.rows.exchange import RowExchange, every_row, in_proportion, intervals, noted, resized, scattered, sizes_of
 from grappe.rows.layout import PARTIAL, Placement, TensorLayout, even
@@ -43,42 +44,26 @@ def _rows(at: Placement, first: int, end: int) -> tuple[RowExchange, Placement |
     return RowExchange(dim=at.dim, sizes=at.sizes, want=want, purpose=CHOSEN), at._replace(sizes=sizes)
 
 
-def _pieces(at: Placement, lengths: list[int], drop: int | None = None) -> Way:
-    """Returns the way of a view that shows these numbers of rows, one after the other."""
-    several = [_rows(at, a, b) for a, b in intervals(lengths)]
+@along_by("slice select split split_with_sizes unsafe_split unsafe_split_with_sizes unbind", _along_dim)
+def _shown(call: RuleCall, at: Placement) -> Way | None:
+    """Views of some rows, which torch shows by their numbers, are copies of what lies on several processes."""
+    with no_modes():
+        shown = call.operator(torch.arange(at.total), **{name: call[name] for name in call.names[1:]} | {"dim": 0})
+    many, several, end = isinstance(shown, (tuple, list)), [], 0
+    for part in shown if many else [shown]:
+        numbers = part.reshape(-1).tolist()
+        first, end = (numbers[0], numbers[-1] + 1) if numbers else (end, end)
+        if call.name == "slice" and (call["step"] != 1 or not 0 < len(numbers) < at.total):
+            return None
+        several.append((*_rows(at, first, end), part.dim()))
 
-    def pieces(local: Tensor, *_: Any, **__: Any) -> list[Tensor]:
-        made = [rows.brought(local).clone() for rows, _ in several]
-        return made if drop is None else [each.squeeze(drop) for each in made]
+    def pieces(local: Tensor, *_: Any, **__: Any) -> Any:
+        made = [rows.brought(local).clone() for rows, _, _ in several]
+        made = [each if dims else each.squeeze(at.dim) for each, (_, _, dims) in zip(made, several, strict=True)]
+        return made if many else made[0]
 
-    return Way(operator=pieces, results=[place for _, place in several], copied=True)
-
-
-@along_by("slice", _along_dim)
-def _sliced(call: RuleCall, at: Placement) -> Way | None:
-    first, end, _ = slice(call["start"], call["end"]).indices(at.total)
-    if call["step"] != 1 or (first, end) == (0, at.total) or end <= first:
-        return None
-    rows, place = _rows(at, first, end)
-    return Way(operator=lambda local, *_: rows.brought(local).clone(), results=place, copied=True)
-
-
-@along_by("select", _along_dim)
-def _selected(call: RuleCall, at: Placement) -> Way:
-    index = call["index"] % at.total
-    rows, _ = _rows(at, index, index + 1)
-    return Way(operator=lambda local, *_: rows.brought(local).squeeze(at.dim).clone(), copied=True)
-
-
-@along_by("split split_with_sizes unsafe_split unsafe_split_with_sizes", _along_dim)
-def _parted(call: RuleCall, at: Placement) -> Way:
-    size = call.values.get("split_size", call.values.get("split_sizes"))
-    return _pieces(at, [min(size, at.total - a) for a in range(0, at.total, size)] if isinstance(size, int) else size)
-
-
-@along_by("unbind", _along_dim)
-def _unbound(call: RuleCall, at: Placement) -> Way:
-    return _pieces(at, [1] * at.total, drop=at.dim)
+    places = [place for _, place, _ in several]
+    return Way(operator=pieces, results=places if many else places[0], copied=True)
 
 
 @along("slice_backward")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -92,22 +93,24 @@ def _with_inputs(plain: Callable[..., None], sums: GradientSums) -> Callable[...
     return backward
 
 
+_GRAD = inspect.signature(torch.autograd.grad)
+
+
 def _with_twins(plain: Callable[..., Any], sums: GradientSums) -> Callable[..., Any]:
-    def grad(
-        outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: Any = None, create_graph: bool = False,
-        only_inputs: bool = True, allow_unused: Any = None, is_grads_batched: bool = False,
-        materialize_grads: bool = False,
-    ) -> tuple[Any, ...]:  # fmt: skip
+    def grad(*arguments: Any, **options: Any) -> Any:
+        bound = _GRAD.bind(*arguments, **options)
+        bound.apply_defaults()
+        given = bound.arguments
+        inputs = given["inputs"]
+        if isinstance(inputs, Mapping):  # by name, since torch 2.13
+            return dict(zip(inputs, grad(**given | {"inputs": [*inputs.values()]}), strict=True))
         asked = [made_of(each) for each in ([inputs] if isinstance(inputs, Tensor) else inputs)]
-        outputs, grad_outputs = tree_map(as_rows, (outputs, grad_outputs))
+        given["outputs"], given["grad_outputs"] = tree_map(as_rows, (given["outputs"], given["grad_outputs"]))
         graph, twins = _in_graphs(asked, sums) if all(isinstance(each, Tensor) for each in asked) else (asked, [])
         added = [each for each in twins if each is not None]
         if not added and all(a is b for a, b in zip(asked, graph, strict=True)):
-            return plain(
-                outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused,
-                is_grads_batched, materialize_grads,
-            )  # fmt: skip
-        made = plain(outputs, [*graph, *added], grad_outputs, retain_graph, create_graph, True, True, is_grads_batched)
+            return plain(**given)
+        made = plain(**given | {"inputs": [*graph, *added], "allow_unused": True, "materialize_grads": False})
         terms = iter(made[len(asked) :])
         results = []
         for value, own, twin, gradient in zip(asked, graph, twins, made, strict=False):
@@ -118,9 +121,9 @@ def _with_twins(plain: Callable[..., Any], sums: GradientSums) -> Callable[..., 
             if term is not None:
                 rows = FromLocal.apply(term, PARTIAL)
                 result = rows if result is None else result + rows
-            if result is None and materialize_grads:
+            if result is None and given["materialize_grads"]:
                 result = torch.zeros_like(as_rows(value))
-            elif result is None and not allow_unused:
+            elif result is None and not given["allow_unused"]:
                 raise RuntimeError(  # torch's text
                     "One of the differentiated Tensors appears to not have been used in the graph. Set "
                     "allow_unused=True if this is the desired behavior."

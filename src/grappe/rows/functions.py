@@ -18,9 +18,12 @@ from grappe.rows.layout import Placement, layout_of
 from grappe.rows.messages import own_part
 from grappe.rows.own import FUNCTIONS, OwnRows, local_of, made_view, new_own, own_layout, write_own
 from grappe.rows.regions import FromLocal, Shared, ToLocal
-from grappe.rows.views import reshaped
+from grappe.rows.views import place_after, reshaped
 
 Rule = Callable[[Any, Any, Any], Any]
+"""Of the function, its arguments and options."""
+OwnRule = Callable[[Any, OwnRows, list[Any], Any], Any]
+"""Of the function, own rows, the further arguments and options."""
 
 
 def _rule(*functions: Any) -> Callable[[Rule], Rule]:
@@ -28,6 +31,22 @@ def _rule(*functions: Any) -> Callable[[Rule], Rule]:
         for each in functions:
             code = zlib.crc32(getattr(each, "__qualname__", str(each)).encode())
             FUNCTIONS[each] = made, code
+        return made
+
+    return add
+
+
+def _own_rule(*functions: Any) -> Callable[[OwnRule], OwnRule]:
+    """Makes a decorator as `_rule`, for functions that are called with own rows first, and without out=."""
+
+    def add(made: OwnRule) -> OwnRule:
+        def rule(of_torch: Any, arguments: Any, options: Any) -> Any:
+            value, *rest = arguments
+            if type(value) is not OwnRows or options.get("out") is not None:
+                return NotImplemented
+            return made(of_torch, value, rest, options)
+
+        _rule(*functions)(rule)
         return made
 
     return add
@@ -57,15 +76,6 @@ def _as_weights(values: Iterable[Any]) -> list[Any] | None:
         elif isinstance(each, Tensor):
             return None
     return made
-
-
-def _with_weights(of_torch: Any, value: OwnRows, rest: Any, options: Any) -> Any:
-    """Calls a function that leaves the rows' dimension in its place, with arguments that all processes have."""
-    taken, named = _as_weights(rest), _as_weights(options.values())
-    if taken is None or named is None:
-        return NotImplemented
-    made = of_torch(local_of(value), *taken, **dict(zip(options, named, strict=True)))
-    return _every_result(made, value._place)
 
 
 def _fitting(values: Iterable[Any], options: Any) -> tuple[list[Any], OwnRows] | None:
@@ -213,10 +223,9 @@ def _bound(names: str, arguments: Any, options: Any) -> list[Any] | None:
     return [arguments[at] if at < len(arguments) else options.get(name) for at, name in enumerate(order)]
 
 
-@_rule(*_functions((F,), "linear"), *_functions((torch, Tensor), "matmul __matmul__ bmm mm"))
-def _matrix_product(of_torch: Any, arguments: Any, options: Any) -> Any:
-    value, *rest = arguments
-    if options or type(value) is not OwnRows:
+@_own_rule(*_functions((F,), "linear"), *_functions((torch, Tensor), "matmul __matmul__ bmm mm"))
+def _matrix_product(of_torch: Any, value: OwnRows, rest: list[Any], options: Any) -> Any:
+    if options:
         return NotImplemented
     other, place, dims = rest[0], value._place, value._local.dim()
     if type(other) is OwnRows or other.dim() > 2:
@@ -255,30 +264,22 @@ def _embed(of_torch: Any, arguments: Any, options: Any) -> Any:
     )
 
 
-@_rule(F.layer_norm, *_functions((F,), "rms_norm"))
-def _normalized(of_torch: Any, arguments: Any, options: Any) -> Any:
-    value = arguments[0]
-    if type(value) is not OwnRows:
-        return NotImplemented
-    shape = arguments[1] if len(arguments) > 1 else options["normalized_shape"]
-    if value._place.dim >= value._local.dim() - len(shape):
-        return NotImplemented
-    return _with_weights(of_torch, value, arguments[1:], options)
+def _leaving(functions: Iterable[Any], fits: Callable[[int, int, list[Any], Any], bool]) -> None:
+    """Registers functions that leave the rows' dimension in its place; other arguments are what all processes have.
 
+    Args:
+        fits: whether they do, of the rows' dimension, the number of dimensions, further arguments and options.
+    """
 
-def _over_last(count: int, functions: Any, *, leading: int | None = None) -> None:
-    """Registers functions of the last dimensions; of one sample alone where `leading` dimensions must be ahead."""
-
-    def over_last(of_torch: Any, arguments: Any, options: Any) -> Any:
-        value, *rest = arguments
-        if type(value) is not OwnRows or "out" in options:
+    @_own_rule(*functions)
+    def leave(of_torch: Any, value: OwnRows, rest: list[Any], options: Any) -> Any:
+        if not fits(value._place.dim, value._local.dim(), rest, options):
             return NotImplemented
-        dims, place = value._local.dim(), value._place
-        if place.dim >= dims - count - (leading or 0) or (leading is not None and dims != count + 1 + leading):
+        taken, named = _as_weights(rest), _as_weights(options.values())
+        if taken is None or named is None:
             return NotImplemented
-        return _with_weights(of_torch, value, rest, options)
-
-    _rule(*functions)(over_last)
+        made = of_torch(local_of(value), *taken, **dict(zip(options, named, strict=True)))
+        return _every_result(made, value._place)
 
 
 def _every_result(made: Any, place: Placement) -> Any:
@@ -287,20 +288,23 @@ def _every_result(made: Any, place: Placement) -> Any:
     return type(made)([new_own(each, place) for each in made])
 
 
+def _is_batch(dims_of_batch: int, dim: int, dims: int, *_: Any) -> bool:
+    return dim == 0 and dims == dims_of_batch
+
+
 for _count in (1, 2, 3):
-    _over_last(_count, _functions((torch,), f"conv{_count}d conv_transpose{_count}d"), leading=1)
     _pools = " ".join(f"{kind}_pool{_count}d" for kind in ("avg", "adaptive_avg", "max", "adaptive_max"))
-    _over_last(_count, _functions(FUNCTION_OWNERS, _pools), leading=1)
-_over_last(3, _functions((torch, F), "pixel_shuffle pixel_unshuffle"))
-
-
-@_rule(F.group_norm, F.interpolate)
-def _sample_by_sample(of_torch: Any, arguments: Any, options: Any) -> Any:
-    """Functions of each sample, in the first dimension."""
-    value, *rest = arguments
-    if type(value) is not OwnRows or value._place.dim or value._local.dim() < 3:
-        return NotImplemented
-    return _with_weights(of_torch, value, rest, options)
+    _leaving(
+        (*_functions((torch,), f"conv{_count}d conv_transpose{_count}d"), *_functions(FUNCTION_OWNERS, _pools)),
+        functools.partial(_is_batch, 2 + _count),
+    )
+_leaving((F.group_norm, F.interpolate), lambda dim, dims, *_: dim == 0 and dims > 2)
+_leaving(_functions((torch, F), "pixel_shuffle pixel_unshuffle"), lambda dim, dims, *_: dim < dims - 3)
+_leaving(
+    _functions((F,), "layer_norm rms_norm"),
+    lambda dim, dims, rest, options: dim < dims - len(rest[0] if rest else options["normalized_shape"]),
+)
+_leaving((F.pad,), lambda dim, dims, rest, options: dim < dims - len(rest[0] if rest else options["pad"]) // 2)
 
 
 @_rule(F.batch_norm)
@@ -313,15 +317,6 @@ def _batch_norm_in_evaluation(of_torch: Any, arguments: Any, options: Any) -> An
     if others is None:
         return NotImplemented
     return new_own(of_torch(local_of(value), *others, False, 0.0, 1e-5 if eps is None else eps), value._place)
-
-
-@_rule(F.pad)
-def _pad(of_torch: Any, arguments: Any, options: Any) -> Any:
-    value, *rest = arguments
-    pad = rest[0] if rest else options["pad"]
-    if type(value) is not OwnRows or value._place.dim >= value._local.dim() - len(pad) // 2:
-        return NotImplemented
-    return new_own(of_torch(local_of(value), *rest, **options), value._place)
 
 
 @_rule(F.dropout)
@@ -343,19 +338,14 @@ def _dropout(of_torch: Any, arguments: Any, options: Any) -> Any:
     return new_own(local * noise.div_(1 - p), value._place)
 
 
-@_rule(*_functions((F, torch, Tensor),
-                   "softmax log_softmax softmin normalize logsumexp sum mean amax amin max min argmax argmin var std "
-                   "norm prod all any cumsum cumprod sort argsort topk glu"))  # fmt: skip
-def _along_others(of_torch: Any, arguments: Any, options: Any) -> Any:
+@_own_rule(*_functions((F, torch, Tensor),
+                       "softmax log_softmax softmin normalize logsumexp sum mean amax amin max min argmax argmin var "
+                       "std norm prod all any cumsum cumprod sort argsort topk glu"))  # fmt: skip
+def _along_others(of_torch: Any, value: OwnRows, rest: list[Any], options: Any) -> Any:
     """Functions along other dimensions than the rows'."""
-    value, *rest = arguments
     at = _DIM.get(getattr(of_torch, "__name__", ""), 0)
     dims = options.get("dim", rest[at] if len(rest) > at else None)
-    if (
-        type(value) is not OwnRows
-        or options.get("out") is not None
-        or any(isinstance(e, Tensor) for e in (*rest, *options.values()))
-    ):
+    if any(isinstance(each, Tensor) for each in (*rest, *options.values())):
         return NotImplemented
     if type(dims) is int:
         dims = (dims,)
@@ -410,7 +400,8 @@ def _part_at(value: Any, place: Placement) -> Any:
     if type(value) is OwnRows:
         return local_of(value) if value._place == place else _UNALIKE
     plain = type(value) is Tensor or type(value) is nn.Parameter
-    return own_part(weight(value), place) if plain and value.shape[place.dim] == place.total else _UNALIKE
+    fits = plain and value.shape[place.dim] == place.outer * place.total
+    return own_part(weight(value), place) if fits else _UNALIKE
 
 
 # ---- Views -------------------------------------------------------------------------------------------------
@@ -420,11 +411,10 @@ def _size_of(rest: Any) -> Any:
     return rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
 
 
-@_rule(Tensor.view, Tensor.reshape, torch.reshape)
-def _reshape(of_torch: Any, arguments: Any, options: Any) -> Any:
-    value, *rest = arguments
+@_own_rule(Tensor.view, Tensor.reshape, torch.reshape)
+def _reshape(of_torch: Any, value: OwnRows, rest: list[Any], options: Any) -> Any:
     size = tuple(_size_of(rest))
-    if type(value) is not OwnRows or options or not all(type(each) is int for each in size):
+    if options or not all(type(each) is int for each in size):
         return NotImplemented
     made = reshaped(value._local.shape, size, value._place)
     if made is None:
@@ -433,15 +423,10 @@ def _reshape(of_torch: Any, arguments: Any, options: Any) -> Any:
     return made_view(value, of_torch(local_of(value), own), place)
 
 
-@_rule(Tensor.flatten, torch.flatten)
-def _flattened(of_torch: Any, arguments: Any, options: Any) -> Any:
-    taken = _bound("input,start_dim,end_dim", arguments, options)
-    if taken is None or type(taken[0]) is not OwnRows or taken[0]._local.dim() < 1:
-        return NotImplemented
-    value, start, end = taken
-    shape = _shape_of_all(value)
-    start, end = (0 if start is None else start) % len(shape), (-1 if end is None else end) % len(shape)
-    return _reshape(Tensor.reshape, (value, *shape[:start], -1, *shape[end + 1 :]), {})
+@_own_rule(Tensor.flatten, torch.flatten)
+def _flattened(of_torch: Any, value: OwnRows, rest: list[Any], options: Any) -> Any:
+    size = of_torch(torch.empty(_shape_of_all(value), device="meta"), *rest, **options).shape
+    return _reshape(Tensor.reshape, value, [size], {})
 
 
 def _shape_of_all(value: OwnRows) -> Any:
@@ -449,92 +434,57 @@ def _shape_of_all(value: OwnRows) -> Any:
         return value.shape
 
 
-@_rule(*_functions((torch, Tensor), "transpose swapaxes permute t unsqueeze squeeze movedim"), Tensor.T.__get__,  # type: ignore[attr-defined]
-       Tensor.mT.__get__)  # type: ignore[attr-defined]  # fmt: skip
-def _turned(of_torch: Any, arguments: Any, options: Any) -> Any:
-    """Dimensions in another order, or with others of size 1."""
-    value, *rest = arguments
-    if type(value) is not OwnRows or options:
-        return NotImplemented
-    if of_torch in _SQUEEZES and (len(rest) != 1 or rest[0] % value._local.dim() == value._place.dim):
-        return NotImplemented
-    place = value._place
-    made = of_torch(local_of(value), *rest)
-    # Where the rows' dimension is afterwards is asked of torch.
-    hashable = tuple(tuple(each) if isinstance(each, list) else each for each in rest)
-    return made_view(value, made, _place_after(of_torch, value._local.shape, place, hashable))
+_BASIC = {int, slice, type(None), type(...)}
+"""Types of an index that is a view."""
 
 
-_SQUEEZES = {torch.squeeze, Tensor.squeeze}
+@_own_rule(
+    *_functions((torch, Tensor), "transpose swapaxes permute t unsqueeze squeeze movedim split chunk unbind"),
+    *(Tensor.T.__get__, Tensor.mT.__get__, Tensor.__getitem__),  # type: ignore[attr-defined]
+)
+def _viewed(of_torch: Any, value: OwnRows, rest: list[Any], options: Any) -> Any:
+    """Views of all rows: dimensions in another order, or parts of others than the rows'."""
+    if of_torch is Tensor.__getitem__:
+        index = rest[0] if type(rest[0]) is tuple else rest
+        if not all(type(each) in _BASIC for each in index):
+            return NotImplemented
+    place = _place_after(of_torch, value._local.shape, value._place, _frozen(rest), _frozen(list(options.items())))
+    if place is None:
+        return NotImplemented
+    made = of_torch(local_of(value), *rest, **options)
+    if isinstance(made, Tensor):
+        return made_view(value, made, place)
+    return type(made)([made_view(value, each, place) for each in made])
+
+
+def _frozen(value: Any) -> Any:
+    """Returns an argument as a part of a key: a list as a tuple, a slice as its type and bounds."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_frozen, value))
+    return (slice, value.start, value.stop, value.step) if type(value) is slice else value
+
+
+def _thawed(value: Any) -> Any:
+    if type(value) is not tuple:
+        return value
+    return slice(*value[1:]) if value[:1] == (slice,) else tuple(map(_thawed, value))
 
 
 @functools.lru_cache(maxsize=4096)
-def _place_after(of_torch: Any, shape: Any, place: Placement, rest: Any) -> Placement:
-    """Asks torch where the rows are afterwards, by a tensor that has two of them."""
-    sizes = [1 if size == 1 else 3 for size in shape]
-    sizes[place.dim] = 2
-    marked = torch.empty(sizes, device="meta")
-    return place._replace(dim=list(of_torch(marked, *rest).shape).index(2))
+def _place_after(of_torch: Any, shape: Any, place: Placement, rest: Any, options: Any) -> Placement | None:
+    return place_after(of_torch, shape, place, _thawed(rest), dict(options))
 
 
-@_rule(Tensor.expand)
-def _expand(of_torch: Any, arguments: Any, options: Any) -> Any:
-    value, *rest = arguments
+@_own_rule(Tensor.expand)
+def _expand(of_torch: Any, value: OwnRows, rest: list[Any], options: Any) -> Any:
     size = list(_size_of(rest))
-    if type(value) is not OwnRows or options or not all(type(each) is int for each in size):
+    if options or not all(type(each) is int for each in size):
         return NotImplemented
     dim = value._place.dim + len(size) - value._local.dim()
     if size[dim] not in (-1, _shape_of_all(value)[value._place.dim]):
         return NotImplemented
     size[dim] = -1
     return made_view(value, local_of(value).expand(size), value._place._replace(dim=dim))
-
-
-@_rule(*_functions((torch, Tensor), "split chunk unbind"))
-def _parts(of_torch: Any, arguments: Any, options: Any) -> Any:
-    value, *rest = arguments
-    at = 0 if getattr(of_torch, "__name__", "") == "unbind" else 1
-    dim = options.get("dim", rest[at] if len(rest) > at else 0)
-    if type(value) is not OwnRows or type(dim) is not int or dim % value._local.dim() == value._place.dim:
-        return NotImplemented
-    place = value._place
-    if not at:
-        place = place._replace(dim=place.dim - (dim % value._local.dim() < place.dim))
-    return type(made := of_torch(local_of(value), *rest, **options))([made_view(value, each, place) for each in made])
-
-
-@_rule(Tensor.__getitem__)
-def _index(of_torch: Any, arguments: Any, options: Any) -> Any:
-    value, index = arguments
-    if type(value) is not OwnRows:
-        return NotImplemented
-    index = index if type(index) is tuple else (index,)
-    left = value._local.dim() - sum(type(each) in (int, slice) for each in index)
-    at = before = 0
-    dim, rows = None, value._place.dim
-    for each in index:
-        kind = type(each)
-        if each is Ellipsis:
-            if at <= rows < at + left:
-                dim = before + rows - at
-            at, before, left = at + left, before + left, 0
-        elif each is None:
-            before += 1
-        elif kind is slice:
-            if at == rows:
-                if each != slice(None):
-                    return NotImplemented
-                dim = before
-            at, before = at + 1, before + 1
-        elif kind is int and at != rows:
-            at += 1
-        else:
-            return NotImplemented
-    if dim is None:
-        if at > rows:
-            return NotImplemented
-        dim = before + rows - at
-    return made_view(value, of_torch(local_of(value), index), value._place._replace(dim=dim))
 
 
 @_rule(torch.cat, torch.concat, torch.stack)
@@ -548,16 +498,9 @@ def _concatenated(of_torch: Any, arguments: Any, options: Any) -> Any:
     dim = dim % (dims + 1 if of_torch is torch.stack else dims)
     if dim == place.dim and of_torch is not torch.stack:
         return NotImplemented
-    own = []
-    for each in tensors:
-        if type(each) is OwnRows and each._place == place and each._local.dim() == dims:
-            own.append(local_of(each))
-        elif type(each) in (Tensor, nn.Parameter) and each.dim() == dims:
-            if each.shape[place.dim] != place.outer * place.total:
-                return NotImplemented
-            own.append(own_part(weight(each), place))
-        else:
-            return NotImplemented
+    own = [_part_at(each, place) for each in tensors]
+    if any(each is _UNALIKE for each in own):
+        return NotImplemented
     after = place._replace(dim=place.dim + 1) if of_torch is torch.stack and dim <= place.dim else place
     return new_own(of_torch(own, dim), after)
 

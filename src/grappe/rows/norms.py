@@ -19,25 +19,20 @@ from grappe.rows.tensor import Rows, full, own_local, own_of, wrapped
 # ---- Within each sample -------------------------------------------------------------------------------------
 
 
-@rule_of_rows("native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward")
-def _of_last_dimensions(call: RuleCall) -> Way | None:
-    placement = call.placement
-    if len(call.lead.shape) != len(call["input"].shape):
-        return None
-    if placement.dim >= len(call["input"].shape) - len(call["normalized_shape"]):
+@rule_of_rows(
+    "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward native_group_norm "
+    "native_group_norm_backward"
+)
+def _within_samples(call: RuleCall) -> Way | None:
+    """Statistics of each sample's own numbers; weights and biases are the same for all samples."""
+    value, placement, by_groups = call["input"], call.placement, "N" in call.values
+    samples = 1 if by_groups else len(value.shape) - len(call["normalized_shape"])
+    if len(call.lead.shape) != len(value.shape) or placement.dim >= samples:
         return None
     at = everywhere(call, placement) | {name: None for name in ("weight", "bias") if name in call.values}
-    if call.name.endswith("_backward"):
-        return Way(at=at, results=(placement, PARTIAL, PARTIAL)[: 2 + ("layer" in call.name)])
-    return Way(at=at, results=(placement,) * (3 if "layer" in call.name else 2))
-
-
-@rule_of_rows("native_group_norm native_group_norm_backward", first=True)
-def _group_norm(call: RuleCall) -> Way | None:
-    placement = call.placement
-    at = everywhere(call, placement) | {"weight": None, **({"bias": None} if "bias" in call.values else {})}
+    constants = {"N": placement.outer * placement.rows} if by_groups else {}
     results = (placement, PARTIAL, PARTIAL) if call.name.endswith("_backward") else (placement,) * 3
-    return Way(at=at, constants={"N": placement.outer * placement.rows}, results=results)
+    return Way(at=at, constants=constants, results=results[: 2 if "rms" in call.name else 3])
 
 
 # ---- Batch normalisation, with the statistics of all rows --------------------------------------------------

@@ -80,24 +80,14 @@ def _linear(call: RuleCall) -> dict[str, Any] | None:
         return None
     values = [call.values[name] for name in call.names[:2]]
     terms = [type(each) is TensorLayout and each.placement is PARTIAL for each in values]
-    if not any(terms):
+    if not any(terms) or (call.name.endswith("_") and not terms[0]):
         return None
     kind = call.name.removesuffix("_")
-    if kind in ("neg", "clone"):
-        return {call.names[0]: PARTIAL}
-    if kind == "div" and (not terms[0] or terms[1] or not values[0].dtype.is_floating_point or call.overload == "mode"):
+    if kind in ("add", "sub"):  # a number would be added by every process
+        return dict.fromkeys(call.names[:2], PARTIAL) if all(type(each) is TensorLayout for each in values) else None
+    if sum(terms) > 1 or (kind == "div" and not (terms[0] and values[0].dtype.is_floating_point)):
         return None
-    if kind in ("mul", "div"):
-        if all(terms):
-            return None
-        if call.name.endswith("_") and not terms[0]:
-            return None
-        return {name: PARTIAL if is_term else None for name, is_term in zip(call.names, terms, strict=False)}
-    if call.name.endswith("_") and not terms[0]:
-        return None
-    if not all(type(each) is TensorLayout for each in values):  # a number would be added by every process
-        return None
-    return dict.fromkeys(call.names[:2], PARTIAL)
+    return {name: PARTIAL if is_term else None for name, is_term in zip(call.names, terms, strict=False)}
 
 
 @rule("fill_ zero_ masked_fill_ copy_")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from grappe.private_api.torch import no_modes
 from grappe.rows.gathered import REAL
 from grappe.rows.layout import GHOST, PARTIAL, Placement
 from grappe.rows.plans import TABLE, RuleCall, Way
@@ -77,23 +78,32 @@ def _reshaped(local_shape: Any, size: tuple[int, ...], placement: Placement) -> 
     return None
 
 
-def _swapped(call: RuleCall, placement: Placement) -> Any:
-    count = len(call.first.shape)
-    a, b = (call["dim0"], call["dim1"]) if "dim0" in call.values else (0, 1)
-    if count < 2:
-        return placement, {}
-    a, b = a % count, b % count
-    return placement._replace(dim={a: b, b: a}.get(placement.dim, placement.dim)), {}
+def place_after(
+    function: Any, shape: Any, place: Placement, arguments: Any, options: Any, dtype: torch.dtype | None = None
+) -> Placement | None:
+    """Returns where the rows are in a view, or in each of several: torch is asked, with more rows than anything else.
+
+    None: they are in no dimension, or not all of them.
+
+    Args:
+        shape: of the tensor, whatever its rows.
+        arguments: after the tensor.
+    """
+    mark = 1 + 2 * max(*shape, place.outer * place.total)  # no part of another dimension, and beyond any part of rows
+    sizes = (*shape[: place.dim], mark, *shape[place.dim + 1 :])
+    try:
+        with no_modes():
+            made = function(torch.empty(sizes, dtype=dtype, device="meta"), *arguments, **options)
+    except (RuntimeError, IndexError):
+        return None
+    first = made if isinstance(made, torch.Tensor) else made[0]
+    return place._replace(dim=list(first.shape).index(mark)) if mark in first.shape else None
 
 
-def _permuted(call: RuleCall, placement: Placement) -> Any:
-    count = len(call.first.shape)
-    return placement._replace(dim=[dim % count for dim in call["dims"]].index(placement.dim)), {}
-
-
-def _unsqueezed(call: RuleCall, placement: Placement) -> Any:
-    dim = call["dim"] % (len(call.first.shape) + 1)
-    return placement._replace(dim=placement.dim + (dim <= placement.dim)), {}
+def _asked(call: RuleCall, placement: Placement) -> Any:
+    (_, *arguments), options = call.arguments
+    made = place_after(call.operator, call.first.shape, placement, arguments, options, call.first.dtype)
+    return None if made is None else (made, {})
 
 
 def _expanded(call: RuleCall, placement: Placement) -> Any:
@@ -132,11 +142,6 @@ def _sliced(call: RuleCall, placement: Placement) -> Any:
     return placement._replace(outer=(end - start) // total), constants
 
 
-def _selected(call: RuleCall, placement: Placement) -> Any:
-    dim = call["dim"] % len(call.first.shape)
-    return None if dim == placement.dim else (placement._replace(dim=placement.dim - (dim < placement.dim)), {})
-
-
 def _parted(call: RuleCall, placement: Placement) -> Any:
     dim, total, rows = call["dim"] % len(call.first.shape), placement.total, placement.rows
     if dim != placement.dim:
@@ -151,33 +156,13 @@ def _parted(call: RuleCall, placement: Placement) -> Any:
     return results, {}, lambda local, *_: torch.split_with_sizes(local, own, dim)
 
 
-def _off_diagonal(call: RuleCall, placement: Placement) -> Any:
-    """Diagonals of other dimensions than the rows'."""
-    count = len(call.first.shape)
-    dims = [call["dim1"] % count, call["dim2"] % count]
-    if placement.dim in dims:
-        return None
-    return placement._replace(dim=placement.dim - sum(dim < placement.dim for dim in dims)), {}
-
-
-def _other_dimension(call: RuleCall, placement: Placement) -> Any:
-    return None if call["dimension"] % len(call.first.shape) == placement.dim else (placement, {})
-
-
 for _names, _decide in {
     "view _unsafe_view": _viewed,
-    "transpose t": _swapped,
-    "permute": _permuted,
-    "unsqueeze": _unsqueezed,
+    "transpose t permute unsqueeze select unbind diagonal unfold _conj view_as_complex": _asked,
     "expand": _expanded,
     "squeeze": _squeezed,
     "slice": _sliced,
-    "select": _selected,
     "split split_with_sizes unsafe_split unsafe_split_with_sizes": _parted,
-    "unbind": _selected,
-    "diagonal": _off_diagonal,
-    "unfold": _other_dimension,
-    "_conj view_as_complex": lambda _, placement: (placement, {}),
     "view_as_real": lambda call, placement: (placement, {}, REAL[call.operator]),
 }.items():
     for _name in _names.split():

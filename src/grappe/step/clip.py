@@ -17,42 +17,36 @@ PIECE = 1 << 16  # numbers
 NO_GRADIENT = "a step had no gradient at all"
 
 
-class Clipping:
-    """Unscales and clips the gradients of a step, and counts it for the loss scale. Collective.
-
-    Args:
-        bound: on the norm; None: no clipping.
-        norm: computes the norm of the whole gradient on `parameters`; the same on every process.
-    """
-
-    def __init__(
-        self, bound: float | None, loss_scale: LossScale, parameters: Sequence[nn.Parameter], norm: Callable[[], Tensor]
-    ) -> None:
-        self._bound, self._loss_scale = bound, loss_scale
-        self._parameters, self._norm = parameters, norm
-
-    def __call__(self) -> tuple[Tensor, bool]:
-        """Returns the norm before clipping, and whether to skip an fp16 step, whose gradient has an infinity."""
-        loss_scale = self._loss_scale.value
-        norm = self._norm() / loss_scale
-        skipped = self._loss_scale.is_dynamic and not torch.isfinite(norm)
-        self._loss_scale.update(skipped)
-        if skipped:
-            return norm, True
-        if self._bound is not None:
-            scale(self._parameters, bounding(norm, self._bound) * (1 / loss_scale))
-        elif loss_scale != 1:
-            scale(self._parameters, 1 / loss_scale)
-        return norm, False
-
-
 def clipping(
     task: Task, plan: Plan, loss_scale: LossScale, parameters: Sequence[nn.Parameter], norm: Callable[[], Tensor]
-) -> Clipping | None:
-    """Makes the Clipping between backward and update; None if a step needs none."""
+) -> Callable[[], tuple[Tensor, bool]] | None:
+    """Makes the function that unscales and clips the gradients of a step, between backward and update. Collective.
+
+    It returns the norm before clipping, and whether to skip an fp16 step, whose gradient has an infinity.
+
+    Args:
+        norm: computes the norm of the whole gradient on `parameters`; the same on every process.
+
+    Returns:
+        None if a step needs none.
+    """
     if not needs_norm(task, plan):
         return None
-    return Clipping(task.clip, loss_scale, parameters, norm)
+
+    def clip() -> tuple[Tensor, bool]:
+        by = loss_scale.value
+        before = norm() / by
+        skipped = loss_scale.is_dynamic and not torch.isfinite(before)
+        loss_scale.update(skipped)
+        if skipped:
+            return before, True
+        if task.clip is not None:
+            scale(parameters, bounding(before, task.clip) * (1 / by))
+        elif by != 1:
+            scale(parameters, 1 / by)
+        return before, False
+
+    return clip
 
 
 def needs_norm(task: Task, plan: Plan) -> bool:

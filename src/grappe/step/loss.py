@@ -246,14 +246,26 @@ class ScoredLoss(NamedTuple):
 
 
 class Losses:
-    """Computes losses of microbatches, divided by the count of the global batch."""
+    """Computes losses of microbatches, divided by the count of the global batch.
 
-    def __init__(self, task: Task, observers: Observers | None = None, summed_in: torch.dtype = torch.float32) -> None:
+    Args:
+        domain: the processes that hold the parts of the same samples, each of which has its term of a loss; None: each
+            sample is whole.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        observers: Observers | None = None,
+        summed_in: torch.dtype = torch.float32,
+        domain: Domain | None = None,
+    ) -> None:
         self._task, self._observers, self._summed_in = task, observers or Observers(), summed_in
+        self._domain, self._processes = domain, 1 if domain is None else domain.size
         self._checked: tuple[object, ...] | None = None
         """Shape, type and rows of the last single loss that fulfilled the contract, which need no further check."""
         self._start: tuple[object, Tensor] | None = None
-        self._independence_checked = False
+        self._independence_checked = domain is not None  # by the training of one process, as its values are whole
 
     def __call__(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
         """Computes the loss of a training microbatch of `batch`.
@@ -267,18 +279,21 @@ class Losses:
         observers = self._observers
         values, named = self.values(output, micro)
         if named or observers.output is not None:
-            self._observe(output, micro, named)
+            if self._domain is not None and observers.output is not None:
+                output = uncut(output, "training metrics")
+                micro = micro._replace(targets=uncut(micro.targets, "training metrics"))
+            observers.after_loss(output, micro, self._totals(named, micro))
         observers.phase(BACKWARD)
-        start = self._output_gradient(values, micro, batch, scale)
-        return Loss(values, start, self.total(values, micro))
-
-    def _observe(self, output: object, micro: Microbatch, named: Mapping[str, Tensor]) -> None:
-        self._observers.after_loss(output, micro, self._totals(named, micro))
+        return self._loss(values, micro, batch, scale)
 
     def dry_run(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
         """Computes the loss of a microbatch that no step learns from, so no observer sees it."""
         values, _ = self.values(output, micro)
-        return Loss(values, self._output_gradient(values, micro, batch, scale), self.total(values, micro))
+        return self._loss(values, micro, batch, scale)
+
+    def _loss(self, values: Tensor, micro: Microbatch, batch: Batch, scale: float) -> Loss:
+        start, total = self._output_gradient(values, micro, batch, scale / self._processes), self.total(values, micro)
+        return Loss(values, start, total if self._domain is None else own_term(total, self._processes))
 
     def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[ScoredLoss]:
         """Returns the sums of an evaluated microbatch; nothing without a sample.
@@ -292,7 +307,7 @@ class Losses:
         if not self._independence_checked:
             check_independent_samples(self._task, output, micro, loss_values)
             self._independence_checked = True
-        total, weights, size = self.total(values, micro), micro.weights, float(micro.size)
+        total, weights, size = full(self.total(values, micro)), micro.weights, float(micro.size)
         totals = self._totals(named, micro)
         if isinstance(weights, Mapping):
             return [ScoredLoss(total, size, totals, {name: each.sum() for name, each in weights.items()})]
@@ -304,8 +319,10 @@ class Losses:
         Raises:
             TaskError: the loss is a mean, or not one value per example or token.
         """
+        if isinstance(micro.weights, Mapping) and self._domain is not None and self._domain.exchanges:
+            raise PlanError("domain= has no losses that are counted by name: give counts() one tensor, or leave it out")
         loss: Any = self._task.loss(output, micro.targets)
-        if loss.__class__ is not Tensor or micro.weights is not None:
+        if loss.__class__ is not Tensor or not loss.dim() or micro.weights is not None:
             return checked_values(self._task, loss, micro.size, micro.weights)
         shape = (loss.shape, loss.dtype, micro.rows, micro.padding)
         if shape != self._checked:
@@ -332,8 +349,9 @@ class Losses:
     def _totals(self, named: Mapping[str, Tensor], micro: Microbatch) -> Mapping[str, Tensor]:
         weights = micro.weights
         if isinstance(weights, Mapping):
-            return {name: _weighted_sum(values, weights[name], self._summed_in) for name, values in named.items()}
-        return {name: self.total(values, micro) for name, values in named.items()}
+            sums = {name: _weighted_sum(values, weights[name], self._summed_in) for name, values in named.items()}
+            return {name: full(total) for name, total in sums.items()}
+        return {name: full(self.total(values, micro)) for name, values in named.items()}
 
     def total(self, values: Tensor, micro: Microbatch) -> Tensor:
         """Sums the microbatch's losses to a scalar."""
@@ -358,47 +376,6 @@ def _weighted_sum(values: Tensor, weights: Tensor, summed_in: torch.dtype) -> Te
 
 def _flat(weights: Tensor | Mapping[str, Tensor]) -> Tensor:
     return flat(weights) if isinstance(weights, Mapping) else weights
-
-
-# ---- Of parts of samples, under domain= ------------------------------------------------------------
-
-
-class PartLosses(Losses):
-    """Losses of parts, of which a process has its term: the sum over the domain's processes is that of one process."""
-
-    def __init__(self, task: Task, domain: Domain, observers: Observers | None, summed_in: torch.dtype) -> None:
-        super().__init__(task, observers, summed_in)
-        self._domain = domain
-        self._independence_checked = True  # by the training of one process, as its values are whole
-
-    def __call__(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
-        return self._own(super().__call__(output, micro, batch, scale))
-
-    def dry_run(self, output: object, micro: Microbatch, batch: Batch, scale: float = 1.0) -> Loss:
-        return self._own(super().dry_run(output, micro, batch, scale))
-
-    def _own(self, loss: Loss) -> Loss:
-        return loss._replace(total=own_term(loss.total, self._domain.size))
-
-    def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[ScoredLoss]:
-        return [loss._replace(total=full(loss.total)) for loss in super().scored(output, micro, batch)]
-
-    def values(self, output: object, micro: Microbatch) -> LossValues:
-        if isinstance(micro.weights, Mapping) and self._domain.exchanges:
-            raise PlanError("domain= has no losses that are counted by name: give counts() one tensor, or leave it out")
-        return super().values(output, micro)
-
-    def _observe(self, output: object, micro: Microbatch, named: Mapping[str, Tensor]) -> None:
-        if self._observers.output is not None:
-            output = uncut(output, "training metrics")
-            micro = micro._replace(targets=uncut(micro.targets, "training metrics"))
-        super()._observe(output, micro, named)
-
-    def _output_gradient(self, values: Tensor, micro: Microbatch, batch: Batch, scale: float) -> Tensor:
-        return super()._output_gradient(values, micro, batch, scale / self._domain.size)
-
-    def _totals(self, named: Mapping[str, Tensor], micro: Microbatch) -> Mapping[str, Tensor]:
-        return {name: full(total) for name, total in super()._totals(named, micro).items()}
 
 
 # ---- The sum of a step's losses, and the stop flag, over all processes -------------------------------------

@@ -24,7 +24,7 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.private_api.torch import tree_flatten, tree_map, tree_unflatten
 from grappe.private_api.torchmetrics import default_states, never_synchronise, reductions, states_were_set
-from grappe.step.loss import Losses, PartLosses, host_copy, read
+from grappe.step.loss import Losses, host_copy, read
 from grappe.step.observers import Observers
 from grappe.step.task_contract import metrics_of
 from grappe.step.whole_batch_loss import AnyLosses, WholeBatchLosses
@@ -102,11 +102,9 @@ def bytes_kept(microbatches: int, columns: int) -> int:
 
 def make_losses(task: Task, plan: Plan, world: World, observers: Observers | None = None) -> AnyLosses:
     """Makes the object that computes the task's loss under the plan."""
-    if world.domain is not None:
-        return PartLosses(task, world.domain, observers, stored_in(plan))
-    if task.whole_batch_loss:
+    if task.whole_batch_loss and world.domain is None:
         return WholeBatchLosses(task, plan, world, observers)
-    return Losses(task, observers, stored_in(plan))
+    return Losses(task, observers, stored_in(plan), world.domain)
 
 
 class Scorer:

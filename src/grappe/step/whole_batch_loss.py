@@ -53,6 +53,8 @@ class WholeBatchLosses:
         self._own_collate = overrides(task, "collate")
         self._task, self._observers = task, observers or Observers()
         self._slices, self._summed_in = SharedRows(plan, world), stored_in(plan)
+        self._whole = Losses(task, observers, self._summed_in)
+        """For a batch that this process holds whole."""
         # Exact plans add up in the order of their pieces, on one process too.
         self._batch_is_local = world.size == 1 and not plan.exact
         self._checked = False
@@ -130,14 +132,11 @@ class WholeBatchLosses:
             self._check_targets([micro])
             self._of_all([micro], [micro.targets], "the target")
             self._checked = True
-        weights = self._weights(micro)
-        values, named = values_of(self._task, output, micro.targets, micro.size, weights)
-        if not values.requires_grad:
+        self._weights(micro)
+        loss = self._whole(output, micro, batch, scale)
+        if not loss.values.requires_grad:
             raise TaskError(f"{type(self._task).__name__}.loss() does not depend on the model's weights")
-        totals = {name: total_of(each, micro, self._summed_in) for name, each in named.items()}
-        self._observers.after_loss(output, micro, totals)
-        self._observers.phase(BACKWARD)
-        return Loss(values, _start(values, batch, weights, scale), total_of(values, micro, self._summed_in))
+        return loss
 
     def scored(self, output: Any, micro: Microbatch, batch: Batch) -> list[ScoredLoss]:
         """Returns the sums of a batch's microbatches, with its last one. Collective."""

@@ -258,7 +258,7 @@ class Loop:
                 "of both, such as torch.utils.data.StackDataset"
             )
         call = LoopBatches(batch_size=batch_size, epochs=epochs, seed=self._seed)
-        source = self._steps.loader(training_loader, call, dataset, collate, sampling)
+        source, own = self._steps.loader(training_loader, call, dataset, collate, sampling)
         each = source.order.steps_per_epoch
         before = self._now
         first, begin = before.epochs * each, before.step
@@ -274,7 +274,7 @@ class Loop:
             self._kept.refuse_others([pair.optimizer for pair in self._pairs], [pair.model for pair in self._pairs])
         self.chronometer.begin()
         self.chronometer.switch(DATA)
-        for batch, parts in source.batches(first + self.step - begin, first + epochs * each):
+        for batch, parts in self._steps.load(source, own, first + self.step - begin, first + epochs * each):
             seed_dropout(self._seed, self.step, self.device, 0)  # a body draws by the seed and the step alone
             self._steps.running = self._log
             self.chronometer.switch(FORWARD)
@@ -315,7 +315,7 @@ class Loop:
             UsageError: `score` does not return one value for each sample.
         """
         call = LoopBatches(batch_size=batch_size, epochs=1, seed=self._seed)
-        source = self._steps.loader(evaluation_loader, call, dataset, collate, None)
+        source, own = self._steps.loader(evaluation_loader, call, dataset, collate, None)
         sums: dict[str, Tensor] = {}
         samples = 0
         devices = [self.device] if self.device.type == "cuda" else []
@@ -326,7 +326,7 @@ class Loop:
             undo.callback(reshard, model)  # without a backward, FSDP2 leaves parameters gathered
             model.eval()
         with self.chronometer.during(EVALUATION), torch.random.fork_rng(devices), undo, torch.no_grad():
-            for batch, taken in source.batches(0, source.order.steps_per_epoch):
+            for batch, taken in self._steps.load(source, own, 0, source.order.steps_per_epoch):
                 values = score(*taken) if isinstance(taken, tuple | list) else score(taken)
                 for name, value in (values if isinstance(values, Mapping) else {"loss": values}).items():
                     if value.shape != (batch.samples,):

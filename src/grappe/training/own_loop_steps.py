@@ -104,8 +104,8 @@ class LoopSteps(StepHandler):
         dataset: Dataset,
         collate: Callable[[list[Any]], Any] | None,
         sampling: Sampling | None,
-    ) -> LoopLoader:
-        """Returns the loader of a call: of this process's own rows, or of whole batches.
+    ) -> tuple[BatchLoader, bool]:
+        """Returns the loader of a call, and whether it gives this process's own rows; otherwise whole batches.
 
         A batch is whole where the form of its parts may depend on all samples, or is none of rows; and of tensors in
         memory, since labels that each process has need no messages.
@@ -128,47 +128,41 @@ class LoopSteps(StepHandler):
                 rows, leaves = min(2, len(source.dataset)), tree_leaves(source.example_batch())  # type: ignore[arg-type]
             own = all(isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows for leaf in leaves)
         if own or world.data_size == 1:
-            return LoopLoader(source, self, own=True)
+            return source, True
         world = dataclasses.replace(world, data_rank=0, data_size=1, data_group=None)
-        source = make(task, samples, dataclasses.replace(plan, replicate=1, shard=1), world)
-        return LoopLoader(source, self, own=False)
+        return make(task, samples, dataclasses.replace(plan, replicate=1, shard=1), world), False
 
+    def load(self, loader: BatchLoader, own: bool, start: int, stop: int) -> Iterator[tuple[Batch, Any]]:
+        """Yields the batches of steps `start` to `stop`, each with what a body gets of it.
 
-class LoopLoader:
-    """Loader of a call's batches; each process holds its own rows of their tensors."""
-
-    def __init__(self, loader: BatchLoader, steps: LoopSteps, *, own: bool) -> None:
-        self._loader, self._steps, self._own = loader, steps, own
-        self.order = loader.order
-
-    def batches(self, start: int, stop: int) -> Iterator[tuple[Batch, Any]]:
-        """Yields the batches of steps `start` to `stop`, each with what a body gets of it."""
-        taken = self._loader.batches(start, stop)
+        Args:
+            own: whether the loader gives this process's rows alone.
+        """
+        taken = loader.batches(start, stop)
         try:
             while True:
-                with self._steps.spread.loading():
+                with self.spread.loading():
                     batch = next(taken, None)
                 if batch is None:
                     return
-                yield batch, self._rows(batch)
+                yield batch, self._rows(batch, own)
         finally:
             taken.close()  # type: ignore[attr-defined]
-            if self._loader.loads:
-                self._loader.sources.close()
+            if loader.loads:
+                loader.sources.close()
 
-    def _rows(self, batch: Batch) -> Any:
-        micro = batch.microbatches[0]
+    def _rows(self, batch: Batch, own: bool) -> Any:
+        micro, size = batch.microbatches[0], self.world.data_size
         without_targets = isinstance(micro.targets, tuple) and not micro.targets  # as LoopBatches makes it
         taken = micro.inputs if without_targets else (micro.inputs, micro.targets)
-        steps, size = self._steps, self._steps.world.data_size
         if size == 1:
             return taken
-        if not self._own:
-            return steps.spread.split(taken)
+        if not own:
+            return self.spread.split(taken)
         spans = [cut(batch.samples, size, rank) for rank in range(size)]
         placement = Placement(0, tuple(end - begin for begin, end in spans))
         shapes = [(tuple(each.shape[1:]), each.dtype) for each in tree_leaves(taken)]
-        steps.shapes = zlib.crc32(repr(shapes).encode()) % SHAPES
+        self.shapes = zlib.crc32(repr(shapes).encode()) % SHAPES
         return tree_map(lambda leaf: from_local(leaf[: micro.rows], placement), taken)
 
 

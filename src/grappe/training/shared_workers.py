@@ -7,7 +7,6 @@ count and read what it likes. Worker w of another process loads nothing.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,14 +33,6 @@ SENT = frozenset(
 
 class Elsewhere:
     """Stands for a batch that another process loads."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Absent:
-    """A tensor of a batch whose rows follow in messages of their own."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 _share: tuple[int, int] | None = None
@@ -122,13 +113,13 @@ class SharedIteration:
         return self._joined(form, batch, owner)
 
     def _joined(self, form: Any, batch: Any, owner: int) -> Any:
-        """Returns the batch, with rows in place of absent tensors, of which the owner sends each process its own."""
+        """Returns the batch, with rows in place of meta tensors, of which the owner sends each process its own."""
         rank, works = self._group.rank(), list[Any]()
         tensors = iter(tree_leaves(batch)) if rank == owner else None
 
         def own(leaf: Any) -> Any:
             tensor = None if tensors is None else next(tensors)
-            if type(leaf) is not Absent:
+            if type(leaf) is not Tensor or not leaf.is_meta:
                 return leaf
             placement = Placement(0, even(leaf.shape[0]))
             if tensor is None:
@@ -167,7 +158,7 @@ def loaded_rows(batch: Any) -> int:
 
 
 def _kept_back(batch: Any) -> Callable[[Any], Any]:
-    """Returns the function that replaces the tensors of a batch whose rows are sent apart."""
+    """Returns the function that puts meta tensors in place of those of a batch whose rows are sent apart."""
     rows = loaded_rows(batch)
     several = rows >= NOW.context.size
 
@@ -175,6 +166,6 @@ def _kept_back(batch: Any) -> Callable[[Any], Any]:
         if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.dtype not in SENT:
             return leaf
         sent = several and leaf.dim() and len(leaf) == rows and leaf.nbytes > SENT_WHOLE
-        return Absent(shape=tuple(leaf.shape), dtype=leaf.dtype) if sent else leaf
+        return torch.empty_like(leaf, device="meta") if sent else leaf
 
     return replaced

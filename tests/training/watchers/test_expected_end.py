@@ -13,7 +13,7 @@ from grappe.step.scores import Scores
 from grappe.training.options import occasions_left
 from grappe.training.watchers.base import RunInfo
 from grappe.training.watchers.console import Console
-from grappe.training.watchers.expected_end import ExpectedEnd, Pace, span
+from grappe.training.watchers.expected_end import ExpectedEnd, span
 from tests.training.watchers.made_up import INFO, record
 
 SCORES = Scores(loss=1.0, metrics={}, count=8.0, samples=8)
@@ -68,16 +68,6 @@ def test_evaluations_are_counted_as_a_training_makes_them(step: int, more: int, 
     last = step + more
     made = [one for one in range(step + 1, last + 1) if every and (one % every == 0 or one == last)]
     assert occasions_left(step, last, every) == len(made)
-
-
-@given(
-    steps=st.integers(1, 10**6), each=st.floats(1e-6, 1e4), done=st.integers(0, 99), took=st.floats(0, 1e4),
-    left=st.integers(0, 10**6), evaluations=st.integers(0, 10**4),
-)  # fmt: skip
-def test_a_pace_goes_on(steps: int, each: float, done: int, took: float, left: int, evaluations: int) -> None:
-    pace = Pace(steps=steps, step_seconds=steps * each, evaluations=done, evaluation_seconds=done * took)
-    expected = left * each + (evaluations * took if done else 0)
-    assert pace.seconds(left, evaluations) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @given(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 
@@ -13,23 +12,6 @@ from grappe.training.watchers.base import RunInfo
 AFTER_SECONDS = 60.0  # of steps, before which their pace says little
 SOON_SECONDS = 120.0  # a shorter training is over before its expected end is useful
 MINUTE, HOUR, DAY = 60, 3600, 86400
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pace:
-    """Seconds of the steps and evaluations so far."""
-
-    steps: int
-    step_seconds: float
-    """Seconds of all these steps, saves and everything between them included."""
-    evaluations: int = 0
-    evaluation_seconds: float = 0.0
-    """Seconds of all these evaluations."""
-
-    def seconds(self, steps: int, evaluations: int) -> float:
-        """Computes the seconds of more steps and evaluations at this pace; evaluations count once one was measured."""
-        each = self.evaluation_seconds / self.evaluations if self.evaluations else 0.0
-        return steps * self.step_seconds / self.steps + evaluations * each
 
 
 def span(seconds: float) -> str:
@@ -105,14 +87,11 @@ class ExpectedEnd:
         """Computes the seconds to the last step of this start, with the evaluations after the step `evaluated`."""
         assert self._info is not None and self._first is not None
         first, since = self._first
-        pace = Pace(
-            steps=self._step - first,
-            step_seconds=self._at - since - self._evaluation_seconds,
-            evaluations=self._evaluations,
-            evaluation_seconds=self._evaluation_seconds,
-        )
         last = self._info.last_step
-        return pace.seconds(last - self._step, occasions_left(evaluated, last, self._every))
+        # Saves and all else between the steps are included; evaluations count once one was measured.
+        step_seconds = (self._at - since - self._evaluation_seconds) / (self._step - first)
+        each = self._evaluation_seconds / self._evaluations if self._evaluations else 0.0
+        return (last - self._step) * step_seconds + occasions_left(evaluated, last, self._every) * each
 
     def _line(self, left: float) -> str:
         assert self._info is not None
