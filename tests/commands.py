@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -89,6 +90,13 @@ def ran(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedPro
     ) as process:
         out, err = process.communicate(timeout=PATIENCE_SECONDS)
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def free_port() -> str:
+    """A port on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def send(pids: list[int], number: signal.Signals) -> bool:

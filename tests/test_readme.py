@@ -14,7 +14,6 @@ from grappe.cli import commands
 from grappe.errors import GrappeError
 from grappe.plan import Plan
 from tests.commands import GRAPPE, ran
-from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -29,8 +28,7 @@ def test_the_task_in_the_readme_learns(tmp_path) -> None:
     code = re.search(r"```python\n(# spiral\.py\n.*?)```", README.read_text(), re.DOTALL)
     assert code
     (tmp_path / "spiral.py").write_text(code[1])
-    command = [sys.executable, "-m", "grappe", "train", "spiral.py", "epochs=12", "--plan", "threads=1,device=cpu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
+    done = ran(GRAPPE, "train", "spiral.py", "epochs=12", "--plan", "threads=1,device=cpu", cwd=tmp_path)
     accuracy = re.search(r"accuracy +([\d.]+)%", done.stdout)
     assert accuracy, done.stdout
     assert float(accuracy[1]) > 90

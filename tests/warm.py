@@ -122,8 +122,8 @@ def _address() -> str:
     return name
 
 
-def _serve(listener: socket.socket, name: str) -> None:
-    """Forks a program for each connection, until the process of pytest ends."""
+def _serve(listener: socket.socket, name: str) -> tuple[str, list[str]]:
+    """Forks a process for each connection, until that of pytest ends; returns in each what `_run` is to run."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
     mark = getenv(MARK.encode())  # in the memory that /proc/PID/environ shows
@@ -162,8 +162,10 @@ def _serve(listener: socket.socket, name: str) -> None:
         connection.send(str(os.getpid()).encode())
         global _address  # noqa: PLW0603
         _address = lambda: name  # noqa: E731
+        for end in (listener, wake, woken, connection, *running.values()):
+            end.detach()  # closed below, after which their numbers are the program's
         _begin(pipes, cwd, env)
-        _run(path, argv)
+        return path, argv
 
 
 def _tell_ends(running: dict[int, socket.socket]) -> None:
@@ -218,19 +220,27 @@ def _run(path: str, argv: list[str]) -> NoReturn:
             sys.path.insert(0, str(Path.cwd()))
             runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(path).parent))
-            runpy.run_path(path, run_name="__main__")
+            sys.path.insert(0, str(Path(path).absolute().parent))
+            runpy.run_path(str(Path(path).absolute()), run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        _print_traceback(error)
     threading._shutdown()
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def _print_traceback(error: BaseException) -> None:
+    """Shows an error from the program's first frame on, as its interpreter does."""
+    own = (__file__, runpy.__file__, runpy.run_path.__code__.co_filename)
+    while (frame := error.__traceback__) is not None and frame.tb_frame.f_code.co_filename in own:
+        error.__traceback__ = frame.tb_next
+    traceback.print_exception(error)
 
 
 def _spawn(cold: Any, path: bytes, args: Sequence[str], passed: Sequence[int]) -> int:
@@ -262,4 +272,5 @@ def _spawn(cold: Any, path: bytes, args: Sequence[str], passed: Sequence[int]) -
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])), "\0" + sys.argv[2])
+    # A script that resumes compares the variables of all functions that run: those of `_run` are the same each time.
+    _run(*_serve(socket.socket(fileno=int(sys.argv[1])), "\0" + sys.argv[2]))

@@ -1,6 +1,5 @@
 """Samples of any form: what collate gives is a pair, and what it gives otherwise gets one message."""
 
-import subprocess
 import sys
 from collections import UserDict
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from grappe.launch.rank import ProcessRank
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.training.watchers.console import sample_word
+from tests.commands import ran
 from tests.parity.structured import Boxes, Graphs, Texts
 from tests.parity.tasks import Images
 
@@ -167,12 +167,12 @@ print(inside, matmul.{name})
 @pytest.mark.parametrize(
     ("name", "allowed", "seen"), [("allow_tf32", True, "False True"), ("fp32_precision", "tf32", "ieee tf32")]
 )
-def test_tf32_is_off_by_the_name_that_the_task_has_set(name: str, allowed: object, seen: str) -> None:
+def test_tf32_is_off_by_the_name_that_the_task_has_set(name: str, allowed: object, seen: str, tmp_path: Path) -> None:
     if name == "fp32_precision" and not hasattr(torch.backends.cuda.matmul, name):
         pytest.skip("this torch has no torch.backends.cuda.matmul.fp32_precision")
-    program = TF32.format(name=name, allowed=allowed)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == seen
+    (tmp_path / "tf32.py").write_text(TF32.format(name=name, allowed=allowed))
+    done = ran(sys.executable, "tf32.py", cwd=tmp_path)
+    assert done.stdout.strip() == seen, done.stderr
 
 
 class Pair(NamedTuple):

@@ -14,13 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import GRAPPE
+from tests.commands import GRAPPE, free_port, ran
 
-ALONE = {
-    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29504",
-}  # fmt: skip
-"""What torchrun sets for one process."""
 TASK = """
 import sys, torch
 from torch import nn
@@ -46,10 +41,13 @@ ONE_STEP = ("train", "digits", "epochs=1", "--steps", "1", "--run")
 
 
 def run(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    surroundings = {**os.environ, **environment}
-    return subprocess.run(
-        [GRAPPE, *words], cwd=folder, env=surroundings, capture_output=True, text=True, errors="replace", check=False
-    )
+    return ran(GRAPPE, *words, cwd=folder, **environment)
+
+
+def under_torchrun(size: int = 1) -> dict[str, str]:
+    """What torchrun sets for the first process."""
+    world, ranks = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}, {"RANK": "0", "LOCAL_RANK": "0"}
+    return {**world, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +67,7 @@ def runs(trained: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)", "raise StopIteration"])
 def test_a_sample_that_ends_the_program_is_a_failure_under_a_launcher(tmp_path: Path, end: str) -> None:
     (tmp_path / "mine.py").write_text(TASK.format(end=end, data="Samples()"))
-    done = run(tmp_path, "train", "mine.py", "--run", "r", "--plan", "workers=0", **ALONE)
+    done = run(tmp_path, "train", "mine.py", "--run", "r", "--plan", "workers=0", **under_torchrun())
     assert done.returncode in (1, 2)
     assert "mine.py, line 10" in done.stderr
     assert not (tmp_path / "r/done").exists()
@@ -80,7 +78,7 @@ def test_an_error_class_of_several_arguments_is_said_under_a_launcher(tmp_path: 
     content = gzip.compress(b'{"x": 1, "y": 0}\n' * 200)
     (tmp_path / "c/rows.jsonl.gz").write_bytes(content[: len(content) // 2])
     (tmp_path / "mine.py").write_text(TASK.format(end="pass", data='Corpus("c", columns=["x", "y"])'))
-    done = run(tmp_path, "train", "mine.py", "--run", "r", **ALONE)
+    done = run(tmp_path, "train", "mine.py", "--run", "r", **under_torchrun())
     assert done.returncode == 2
     assert "rows.jsonl.gz" in done.stderr
     assert "a bug in grappe" not in done.stderr
@@ -95,7 +93,8 @@ def test_a_file_in_another_encoding_than_it_says_is_named(tmp_path: Path) -> Non
 
 def test_french_on_a_stream_without_accents(tmp_path: Path) -> None:
     locale = {"LANG": "fr_FR.ISO-8859-1", "LC_ALL": "fr_FR.ISO-8859-1", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = run(tmp_path, *ONE_STEP, "r", **locale)
+    words, environment = [GRAPPE, *ONE_STEP, "r"], {**os.environ, **locale}  # cold: an interpreter reads them first
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, check=False)
     assert not done.returncode, done.stderr[-500:]
 
 
@@ -169,8 +168,7 @@ def test_numbers_that_cannot_be_are_refused_by_name(tmp_path: Path, words: tuple
 def test_surroundings_that_processes_cannot_meet_in_are_named(
     tmp_path: Path, variables: dict[str, str], named: str
 ) -> None:
-    two = {**ALONE, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    done = run(tmp_path, *ONE_STEP, "r", "--plan", "replicate=2", **{**two, **variables})
+    done = run(tmp_path, *ONE_STEP, "r", "--plan", "replicate=2", **{**under_torchrun(2), **variables})
     assert done.returncode == 2, done.stderr[-500:]
     assert named in done.stderr.splitlines()[-1]
 

@@ -97,7 +97,7 @@ def test_little_shared_memory_for_images(place: Path, start) -> None:
 def test_a_killed_worker_ends_it_with_one_message_and_it_goes_on(place: Path, start) -> None:
     train = words("workers=2,loading=processes", "epochs=400", "--save-every", "5")
     command = start(*train)
-    until(lambda: len(_workers(command)) >= 2 and _step(place / "run") >= 5, "workers load, and it was saved")
+    until(lambda: _step(place / "run") >= 5 and len(_workers(command)) >= 2, "it was saved, and workers load")
     os.kill(_workers(command)[0], signal.SIGKILL)
     code, _, err = command.end()
     assert code == 2, err

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import needs
+from tests import needs, warm
 from tests.faults import whole_life
 from tests.faults.whole_life import Kill, Life
 
+whole_life.COLD = False
 KILL = Kill(plan="replicate=2", role="one rank", phase="before the end", code=1, quiet=0.1)
 
 
@@ -19,6 +20,7 @@ KILL = Kill(plan="replicate=2", role="one rank", phase="before the end", code=1,
 )
 def test_killed_at_some_instant_it_ends_as_one_that_is_not(plan: str, kills: int) -> None:
     needs.need(plan)
+    warm._address()  # of this process, which is forked
     done, findings = whole_life.attack(kills, 1, 1, (plan,))
     assert len(done) >= kills
     assert findings == []

@@ -35,6 +35,10 @@ ROLES = {"command": 3, "fork server": 3, "one rank": 3, "all": 3, "another": 1}
 """What is killed, and how often; of those that live then."""
 
 
+SERVERS = ("multiprocessing.forkserver", "tests.warm")
+"""Parts of the command line of the server that ranks are forked from, started cold or warm."""
+
+
 def roles(one: Command) -> dict[str, list[int]]:
     """The living processes of a command, by what they are."""
     main = one.process.pid
@@ -44,9 +48,9 @@ def roles(one: Command) -> dict[str, list[int]]:
         parents = members.get(parent, (0, ""))[1]
         if pid == main:
             role = "command"
-        elif parent == main and "multiprocessing.forkserver" in words:
+        elif parent == main and any(name in words for name in SERVERS):
             role = "fork server"
-        elif "resource_tracker" not in words and (parent == main or "multiprocessing.forkserver" in parents):
+        elif "resource_tracker" not in words and (parent == main or any(name in parents for name in SERVERS)):
             role = "one rank"
         else:
             role = "another"
@@ -64,6 +68,8 @@ def _status(pid: int) -> tuple[int, str]:
 
 
 ROOT = Path(__file__).parents[2]
+COLD = True
+"""Whether interpreters start as a user's do, and are killed while they import, too."""
 TASK = f"{Path(__file__).with_name('life.py')}:Life"
 LOOP = str(ROOT / "tests/training/gan.py")
 GONE_SECONDS = 10.0
@@ -105,8 +111,7 @@ def command(plan: str, folder: Path) -> Command:
     """Starts, or goes on with, the training in `folder`."""
     own, _, rest = plan.partition("own loop")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    # Cold, as victims.py tells processes by their command lines.
-    more: dict[str, Any] = {"PYTHONPATH": path, "OMP_WAIT_POLICY": "passive", "cold": True}
+    more: dict[str, Any] = {"PYTHONPATH": path, "OMP_WAIT_POLICY": "passive", "cold": COLD or "own loop" in plan}
     if not own and "own loop" in plan:
         rest = rest.lstrip(",")
         starter = (TORCHRUN, "--nproc-per-node", "2", "--standalone") if rest else (sys.executable,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from grappe.contrib.script.against import Agreement, compare
 from grappe.errors import UsageError
 from grappe.training.task_reference import TaskReference
+from tests.commands import GRAPPE, ran
 
 SCRIPT = """\
 import argparse
@@ -294,10 +294,8 @@ def test_what_cannot_be_compared_is_refused(main_program: None, tmp_path: Path, 
 def test_the_command_gives_the_script_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "port.py").write_text(TASK)
-    words = ("grappe", "verify", "port.py", "--against", "script.py", "--epochs", "1")
-    done = subprocess.run(
-        [Path(sys.executable).parent / words[0], *words[1:]], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    words = ("verify", "port.py", "--against", "script.py", "--epochs", "1")
+    done = ran(GRAPPE, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("same: port.py learns what script.py does\n")
     assert "steps compared      6" in done.stdout

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tests.commands import GRAPPE
+from tests.warm import WarmProcess
 
 FILES = {
     "models/__init__.py": "from .small import *\n",
@@ -98,11 +99,10 @@ for epoch in range(2):
 
 
 def on_a_terminal(folder: Path, *command: str) -> str:
-    """Runs a command on a pseudo-terminal of its own; returns what it showed."""
-    child, terminal = pty.fork()
-    if not child:
-        os.chdir(folder)
-        os.execvp(command[0], command)
+    """Runs a command on a pseudo-terminal; returns what it showed."""
+    terminal, other = pty.openpty()
+    started = WarmProcess(command, cwd=folder, stdin=other, stdout=other, stderr=other, start_new_session=True)
+    os.close(other)
     shown = b""
     while True:
         try:
@@ -113,8 +113,7 @@ def on_a_terminal(folder: Path, *command: str) -> str:
             break
         shown += got
     os.close(terminal)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code == 0, shown.decode()
+    assert started.wait() == 0, shown.decode()
     return shown.decode()
 
 

@@ -3,7 +3,6 @@
 import ast
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from grappe.cli.exit import script_apart
 from grappe.contrib.script.launch import ITS_OWN, imports_of, launch
 from grappe.errors import EXIT_INTERRUPTED, ProcessDied, UsageError
 from grappe.training.run import Run
-from tests.commands import GRAPPE, Command, until
+from tests.commands import GRAPPE, Command, ran, until
 from tests.contrib.script.plainly import as_it_is
 from tests.launch.test_rank import two_nodes
 
@@ -266,7 +265,7 @@ ALONE = "device=cpu,threads=1"
 )
 def test_a_script_s_own_error_is_shown_as_python_shows_it(how: str, plan: str, start, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OWN_ERROR)
-    plain = subprocess.run([sys.executable, "train.py", how], cwd=tmp_path, capture_output=True, text=True, check=False)
+    plain = ran(sys.executable, "train.py", how, cwd=tmp_path)
     code, out, err = start(GRAPPE, "launch", "--plan", plan, "train.py", how).end()
     assert (code, out) == (plain.returncode, plain.stdout) == (1, "looks for data\n"), err
     shown = err.replace('File "train.py"', f'File "{tmp_path / "train.py"}"')
@@ -307,18 +306,13 @@ print("loaded")
 
 
 def on_two_nodes(start, folder: Path, *words: str) -> list[Command]:
-    """Starts a script as srun does on two nodes, each with a temporary folder of its own.
-
-    Cold, as a script that resumes compares the variables of all functions that run: of those of a warm start, too.
-    """
+    """Starts a script as srun does on two nodes, each with a temporary folder of its own."""
     (folder / "train.py").write_text(NODES)
     own = [folder / f"node-{rank}" for rank in range(2)]
     for each in own:
         each.mkdir(exist_ok=True)
     variables = [{**two_nodes(rank), "TMPDIR": str(own[rank]), "OWN": str(own[rank])} for rank in range(2)]
-    return [
-        start(GRAPPE, "launch", "--plan", PLAN, "--run", "runs/mine", *words, cold=True, **each) for each in variables
-    ]
+    return [start(GRAPPE, "launch", "--plan", PLAN, "--run", "runs/mine", *words, **each) for each in variables]
 
 
 def test_what_srun_starts_on_two_nodes_is_interrupted_and_resumes_as_one_process(start, tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 """Scripts for one process, unedited, on two and three: the lines and the weights of one process."""
 
 import contextlib
-import os
 import sqlite3
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 
 from grappe.contrib.script.launch import launch
 from grappe.errors import DivergedError, TaskError
+from tests.commands import ran
 
 TABLE = tomllib.loads(Path(__file__).with_name("script_rows.toml").read_text())
 SCRIPTS = {each["name"]: TABLE["head"] + each["text"] for each in TABLE["script"]}
@@ -46,9 +45,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("plain")
     written(folder)
     # In a process of its own: a loop of another test would name schedules and scalers that a script has left.
-    command = [sys.executable, "train.py", "plain.pt", str(len(SCRIPTS))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    done = ran(sys.executable, "train.py", "plain.pt", str(len(SCRIPTS)), cwd=folder, OMP_NUM_THREADS="1")
+    assert not done.returncode, done.stderr
     return trained(done.stdout, folder / "plain.pt")
 
 
