@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -46,17 +46,7 @@ from grappe.step.task_contract import optimizer_of, schedule_of
 from grappe.task import overrides
 
 if TYPE_CHECKING:
-    from grappe.engines.native_pipeline import StagedModel
-
-
-class Gradients(Protocol):
-    """Strategy that computes the gradients of a step. All methods are collective."""
-
-    def gradients(self, batch: Batch) -> Sums:
-        """Leaves the global batch's gradient on each parameter; returns the step's sums, still being computed."""
-
-    def norm(self) -> Tensor:
-        """Computes the 2-norm of the whole gradient on the parameters: a scalar, the same on every process."""
+    from grappe.engines.native_pipeline import PipelinedGradients, StagedModel
 
 
 class Native(Engine):
@@ -84,7 +74,7 @@ class Native(Engine):
         self._on_phase, self._plan, self._domain = setup.observers.phase, setup.plan, setup.world.domain
         set_gpu_arithmetic(setup.plan.precision)
         loss_scale = LossScale(setup.plan.precision)
-        strategy: Gradients
+        strategy: WholeGradients | ExactGradients | PipelinedGradients
         self._model: WholeModel | StagedModel
         if setup.plan.pipeline > 1:
             from grappe.engines.native_pipeline import PipelinedGradients, StagedModel

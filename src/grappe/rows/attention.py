@@ -1,4 +1,4 @@
-"""Attention along the dimension of the rows: from own queries to the keys of all, fetched again in backward."""
+"""Rules of attention, of whole samples or along the rows: own queries meet all keys, fetched again in backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from grappe.rows.context import NOW
 from grappe.rows.exchange import RowExchange, every_row, intervals, refused
 from grappe.rows.layout import Placement, TensorLayout
-from grappe.rows.plans import RuleCall, Way, along_by
+from grappe.rows.plans import RuleCall, Way, along_by, procedure
+from grappe.rows.rules import everywhere, rule_of_rows
 from grappe.rows.tensor import Rows
 
 EFFICIENT = 2
@@ -73,60 +74,77 @@ def _places(how: _Attending, *of_queries: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@along_by("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention", _attending)
+_KERNELS = "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention"
+
+
+@along_by(f"{_KERNELS} {' '.join(f'{name}_backward' for name in _KERNELS.split())}", _attending)
 def _attention(call: RuleCall, how: _Attending) -> Way:
-    on_cpu, scale, operator, names = call.name.endswith("cpu"), call["scale"], call.operator, call.names
+    names, operator, is_backward = call.names, call.operator, call.name.endswith("_backward")
+    on_cpu, bias = "_for_cpu" in call.name, "attn_mask" if "attn_mask" in names else "attn_bias"
 
-    def attended(queries: Tensor, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Any:
-        named = dict(zip(names[3:], rest, strict=False)) | options
-        fetched = how.rows.brought(keys), how.rows.brought(values)
-        mask = how.seen(named.get("attn_mask", named.get("attn_bias")), queries)
-        if on_cpu:
-            return operator(queries, *fetched, 0.0, False, attn_mask=mask, scale=scale)
-        mask = None if mask is None else mask.expand(*queries.shape[:3], mask.shape[-1])
-        return operator(queries, *fetched, mask, named["compute_log_sumexp"], 0.0, False, scale=scale)
+    def attended(*arguments: Any, **options: Any) -> Any:
+        named = dict(zip(names, arguments, strict=False)) | options
+        own = named["key"], named["value"]
+        keys, values = map(how.rows.brought, own)
+        mask = how.seen(named.get(bias), named["query"])
+        if mask is not None and not on_cpu:
+            mask = mask.expand(*named["query"].shape[:3], mask.shape[-1])
+        made = operator(**named | {"key": keys, "value": values, bias: mask, "is_causal": False})
+        if not is_backward:
+            return made
+        of_own, *of_fetched = made[:3]
+        back = [how.rows.give_back(each, part.shape) for each, part in zip(of_fetched, own, strict=True)]
+        return of_own, *back, *made[3:]
 
+    if is_backward:
+        grad = next(name for name in names if name.startswith("grad_out"))
+        of_mask = [how.mask] * (len(call.results) - 3)
+        at = _places(how, grad, "out", *(["logsumexp"] if on_cpu else []))
+        return Way(at=at, operator=attended, results=(how.query, how.key, how.key, *of_mask))
     # A GPU's kernel gives more sums than queries, which only its backward looks at: it finds its own.
     results = (how.query, how.query) if on_cpu else (how.query, None, None, None)
     return Way(at=_places(how), operator=attended, results=results)
 
 
-_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_efficient_attention_backward"
+# ---- Of samples --------------------------------------------------------------------------------------------
 
 
-@along_by(_BACKWARD, _attending)
-def _attention_backward(call: RuleCall, how: _Attending) -> Way:
-    on_cpu, scale, operator, names = "_for_cpu" in call.name, call["scale"], call.operator, call.names
-
-    def gradients(grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Any:
-        named = dict(zip(names[4:], rest, strict=False)) | options
-        fetched = how.rows.brought(keys), how.rows.brought(values)
-        mask = how.seen(named.get("attn_mask", named.get("attn_bias")), queries)
-        out, sums = named["out"], named["logsumexp"]
-        if on_cpu:
-            made = operator(grad, queries, *fetched, out, sums, 0.0, False, attn_mask=mask, scale=scale)
-        else:
-            mask = None if mask is None else mask.expand(*queries.shape[:3], mask.shape[-1])
-            draws, needed = (named["philox_seed"], named["philox_offset"]), named["grad_input_mask"]
-            made = operator(grad, queries, *fetched, mask, out, sums, *draws, 0.0, needed, False, scale=scale)
-        of_own, of_keys, of_values, *of_mask = made
-        back = [how.rows.give_back(each, own.shape) for each, own in ((of_keys, keys), (of_values, values))]
-        return of_own, *back, *of_mask
-
-    grad = next(name for name in names if name.startswith("grad_out"))
-    of_mask = [how.mask] * (len(call.results) - 3)
-    return Way(
-        at=_places(how, grad, "out", *(["logsumexp"] if on_cpu else [])),
-        operator=gradients,
-        results=(how.query, how.key, how.key, *of_mask),
-    )
-
-
-def choice_of_kernel(query: Any, dropout_p: float) -> int | None:
-    """Returns torch's number of the kernel for queries whose positions are the rows; None: torch chooses."""
-    at = query._cell.layout.placement if type(query) is Rows else None
-    if type(at) is not Placement or at.dim != 2 or query.device.type == "cpu":
+@rule_of_rows(
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    first=True,
+)
+def _of_samples(call: RuleCall) -> Way | None:
+    """Attention of samples in the first dimension; with dropout, which the kernel draws, it is gathered."""
+    if call["dropout_p"]:
         return None
-    if dropout_p:
-        raise refused("the dropout of attention on a GPU", "set that of attention to 0")
-    return EFFICIENT if query.shape[-1] % 8 == 0 else 0
+    placement, at = call.placement, everywhere(call, call.placement)
+    for name in ("attn_mask", "attn_bias"):
+        bias = call.values.get(name)
+        if type(bias) is TensorLayout and (len(bias.shape) != 4 or bias.shape[0] != placement.total * placement.outer):
+            if len(bias.shape) == 4 and bias.shape[0] != 1:
+                return None
+            at[name] = None
+    is_backward = call.name.endswith("_backward")
+    return Way(at=at, results=(placement,) * 3 if is_backward else (placement, placement, *[None] * 12))
+
+
+@procedure("_fused_sdp_choice")
+def _sdp_choice(operator: Any, arguments: Any, options: Any) -> Any:
+    """torch's choice of a kernel, which looks at shapes, types and whether gradients are needed."""
+    query = arguments[0]
+    at = query._cell.layout.placement if type(query) is Rows and NOW.context.exchanges else None
+    if type(at) is Placement and at.dim == 2 and query.device.type != "cpu":  # its positions are the rows
+        if arguments[4] if len(arguments) > 4 else options.get("dropout_p", 0.0):
+            raise refused("the dropout of attention on a GPU", "set that of attention to 0")
+        return EFFICIENT if query.shape[-1] % 8 == 0 else 0
+
+    def as_is(value: Any) -> Any:
+        if type(value) is not Rows:
+            return value
+        layout = value._cell.layout
+        plain = torch.empty_strided((1, *layout.shape[1:]), layout.stride, dtype=layout.dtype, device=layout.device)
+        return plain.requires_grad_(value.requires_grad)
+
+    return operator(*map(as_is, arguments), **{name: as_is(value) for name, value in options.items()})

@@ -100,17 +100,17 @@ def _with_twins(plain: Callable[..., Any], sums: GradientSums) -> Callable[..., 
     def grad(*arguments: Any, **options: Any) -> Any:
         bound = _GRAD.bind(*arguments, **options)
         bound.apply_defaults()
-        given = bound.arguments
-        inputs = given["inputs"]
+        named = bound.arguments
+        inputs = named["inputs"]
         if isinstance(inputs, Mapping):  # by name, since torch 2.13
-            return dict(zip(inputs, grad(**given | {"inputs": [*inputs.values()]}), strict=True))
+            return dict(zip(inputs, grad(**named | {"inputs": [*inputs.values()]}), strict=True))
         asked = [made_of(each) for each in ([inputs] if isinstance(inputs, Tensor) else inputs)]
-        given["outputs"], given["grad_outputs"] = tree_map(as_rows, (given["outputs"], given["grad_outputs"]))
+        named["outputs"], named["grad_outputs"] = tree_map(as_rows, (named["outputs"], named["grad_outputs"]))
         graph, twins = _in_graphs(asked, sums) if all(isinstance(each, Tensor) for each in asked) else (asked, [])
         added = [each for each in twins if each is not None]
         if not added and all(a is b for a, b in zip(asked, graph, strict=True)):
-            return plain(**given)
-        made = plain(**given | {"inputs": [*graph, *added], "allow_unused": True, "materialize_grads": False})
+            return plain(**named)
+        made = plain(**named | {"inputs": [*graph, *added], "allow_unused": True, "materialize_grads": False})
         terms = iter(made[len(asked) :])
         results = []
         for value, own, twin, gradient in zip(asked, graph, twins, made, strict=False):
@@ -121,9 +121,9 @@ def _with_twins(plain: Callable[..., Any], sums: GradientSums) -> Callable[..., 
             if term is not None:
                 rows = FromLocal.apply(term, PARTIAL)
                 result = rows if result is None else result + rows
-            if result is None and given["materialize_grads"]:
+            if result is None and named["materialize_grads"]:
                 result = torch.zeros_like(as_rows(value))
-            elif result is None and not given["allow_unused"]:
+            elif result is None and not named["allow_unused"]:
                 raise RuntimeError(  # torch's text
                     "One of the differentiated Tensors appears to not have been used in the graph. Set "
                     "allow_unused=True if this is the desired behavior."

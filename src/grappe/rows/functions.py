@@ -18,7 +18,7 @@ from grappe.rows.layout import Placement, layout_of
 from grappe.rows.messages import own_part
 from grappe.rows.own import FUNCTIONS, OwnRows, local_of, made_view, new_own, own_layout, write_own
 from grappe.rows.regions import FromLocal, Shared, ToLocal
-from grappe.rows.views import place_after, reshaped
+from grappe.rows.views import expanded, place_after, reshaped
 
 Rule = Callable[[Any, Any, Any], Any]
 """Of the function, its arguments and options."""
@@ -40,13 +40,13 @@ def _own_rule(*functions: Any) -> Callable[[OwnRule], OwnRule]:
     """Makes a decorator as `_rule`, for functions that are called with own rows first, and without out=."""
 
     def add(made: OwnRule) -> OwnRule:
-        def rule(of_torch: Any, arguments: Any, options: Any) -> Any:
+        def run(of_torch: Any, arguments: Any, options: Any) -> Any:
             value, *rest = arguments
             if type(value) is not OwnRows or options.get("out") is not None:
                 return NotImplemented
             return made(of_torch, value, rest, options)
 
-        _rule(*functions)(rule)
+        _rule(*functions)(run)
         return made
 
     return add
@@ -407,16 +407,12 @@ def _part_at(value: Any, place: Placement) -> Any:
 # ---- Views -------------------------------------------------------------------------------------------------
 
 
-def _size_of(rest: Any) -> Any:
-    return rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
-
-
-@_own_rule(Tensor.view, Tensor.reshape, torch.reshape)
-def _reshape(of_torch: Any, value: OwnRows, rest: list[Any], options: Any) -> Any:
-    size = tuple(_size_of(rest))
+@_own_rule(Tensor.view, Tensor.reshape, torch.reshape, Tensor.expand)
+def _resized(of_torch: Any, value: OwnRows, rest: list[Any], options: Any) -> Any:
+    size = tuple(rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest)
     if options or not all(type(each) is int for each in size):
         return NotImplemented
-    made = reshaped(value._local.shape, size, value._place)
+    made = (expanded if of_torch is Tensor.expand else reshaped)(value._local.shape, size, value._place)
     if made is None:
         return NotImplemented
     place, own = made
@@ -425,13 +421,9 @@ def _reshape(of_torch: Any, value: OwnRows, rest: list[Any], options: Any) -> An
 
 @_own_rule(Tensor.flatten, torch.flatten)
 def _flattened(of_torch: Any, value: OwnRows, rest: list[Any], options: Any) -> Any:
-    size = of_torch(torch.empty(_shape_of_all(value), device="meta"), *rest, **options).shape
-    return _reshape(Tensor.reshape, value, [size], {})
-
-
-def _shape_of_all(value: OwnRows) -> Any:
     with no_subclass_functions():
-        return value.shape
+        every = torch.empty(value.shape, device="meta")
+    return _resized(Tensor.reshape, value, [of_torch(every, *rest, **options).shape], {})
 
 
 _BASIC = {int, slice, type(None), type(...)}
@@ -473,18 +465,6 @@ def _thawed(value: Any) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _place_after(of_torch: Any, shape: Any, place: Placement, rest: Any, options: Any) -> Placement | None:
     return place_after(of_torch, shape, place, _thawed(rest), dict(options))
-
-
-@_own_rule(Tensor.expand)
-def _expand(of_torch: Any, value: OwnRows, rest: list[Any], options: Any) -> Any:
-    size = list(_size_of(rest))
-    if options or not all(type(each) is int for each in size):
-        return NotImplemented
-    dim = value._place.dim + len(size) - value._local.dim()
-    if size[dim] not in (-1, _shape_of_all(value)[value._place.dim]):
-        return NotImplemented
-    size[dim] = -1
-    return made_view(value, local_of(value).expand(size), value._place._replace(dim=dim))
 
 
 @_rule(torch.cat, torch.concat, torch.stack)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from grappe.errors import GrappeError
 from grappe.private_api.torch import operator_schema
-from grappe.rows.attention import choice_of_kernel
 from grappe.rows.context import NOW
 from grappe.rows.exchange import HALF
 from grappe.rows.layout import GHOST, PARTIAL, Placement, TensorLayout, is_dense, layout_of
@@ -642,47 +641,6 @@ def _padded(call: RuleCall) -> Way | None:
 def _upsample_backward(call: RuleCall) -> Way | None:
     grad = call.first
     return Way(constants={"input_size": [grad.local_shape[0], *call["input_size"][1:]]}, results=grad.placement)
-
-
-_ATTENTION = """
-    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
-    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-    _scaled_dot_product_flash_attention_for_cpu_backward
-"""
-
-
-@rule_of_rows(_ATTENTION, first=True)
-def _attention(call: RuleCall) -> Way | None:
-    """Attention of samples in the first dimension; with dropout, which the kernel draws, it is gathered."""
-    if call["dropout_p"]:
-        return None
-    placement, at = call.placement, everywhere(call, call.placement)
-    for name in ("attn_mask", "attn_bias"):
-        bias = call.values.get(name)
-        if type(bias) is TensorLayout and (len(bias.shape) != 4 or bias.shape[0] != placement.total * placement.outer):
-            if len(bias.shape) == 4 and bias.shape[0] != 1:
-                return None
-            at[name] = None
-    is_backward = call.name.endswith("_backward")
-    return Way(at=at, results=(placement,) * 3 if is_backward else (placement, placement, *[None] * 12))
-
-
-@procedure("_fused_sdp_choice")
-def _sdp_choice(operator: Any, arguments: Any, options: Any) -> Any:
-    """torch's choice of a kernel, which looks at shapes, types and whether gradients are needed."""
-    if NOW.context.exchanges:
-        drops = arguments[4] if len(arguments) > 4 else options.get("dropout_p", 0.0)
-        if (kernel := choice_of_kernel(arguments[0], drops)) is not None:
-            return kernel
-
-    def as_is(value: Any) -> Any:
-        if type(value) is not Rows:
-            return value
-        layout = value._cell.layout
-        plain = torch.empty_strided((1, *layout.shape[1:]), layout.stride, dtype=layout.dtype, device=layout.device)
-        return plain.requires_grad_(value.requires_grad)
-
-    return operator(*map(as_is, arguments), **{name: as_is(value) for name, value in options.items()})
 
 
 @rule("embedding")

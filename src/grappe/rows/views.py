@@ -42,6 +42,11 @@ def _viewed(call: RuleCall, placement: Placement) -> Any:
     return None if made is None else (made[0], {"size": made[1]}, lambda local, size, *_: local.view(size))
 
 
+def _expanded(call: RuleCall, placement: Placement) -> Any:
+    made = expanded(call.first.local_shape, tuple(call["size"]), placement)
+    return None if made is None else (made[0], {"size": made[1]})
+
+
 def reshaped(local_shape: Any, size: tuple[int, ...], placement: Placement) -> tuple[Placement, list[int]] | None:
     """Returns where the rows are in a new shape of all rows, and that of own ones; None: in no dimension of it.
 
@@ -106,13 +111,12 @@ def _asked(call: RuleCall, placement: Placement) -> Any:
     return None if made is None else (made, {})
 
 
-def _expanded(call: RuleCall, placement: Placement) -> Any:
-    value, size = call.first, list(call["size"])
-    dim = placement.dim + len(size) - len(value.shape)
-    if size[dim] not in (-1, value.shape[placement.dim]):
+def expanded(local_shape: Any, size: tuple[int, ...], placement: Placement) -> tuple[Placement, list[int]] | None:
+    """Returns where the rows are in a shape that all rows are expanded to, and that of own ones, as `reshaped`."""
+    dim = placement.dim + len(size) - len(local_shape)
+    if size[dim] not in (-1, placement.outer * placement.total):
         return None
-    size[dim] = value.local_shape[placement.dim]
-    return placement._replace(dim=dim), {"size": size}
+    return placement._replace(dim=dim), [*size[:dim], -1, *size[dim + 1 :]]
 
 
 def _squeezed(call: RuleCall, placement: Placement) -> Any:
