@@ -89,6 +89,11 @@ def test_a_module_stays_on_one_worker(tmp_path: Path) -> None:
     assert len(set(lines)) == 3
 
 
+def test_each_test_of_a_commit_is_named_once_and_in_order() -> None:
+    lines = (tiers.ROOT / "commit.txt").read_text().splitlines()[1:]
+    assert lines == sorted(set(lines))
+
+
 def test_each_planted_fault_is_in_a_line_of_the_source() -> None:
     stale = [each for each in faults() if (tiers.ROOT.parent / each.file).read_text().count(each.before) != 1]
     assert not stale, "choose their lines anew in planted_faults.toml"

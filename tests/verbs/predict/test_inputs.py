@@ -26,6 +26,7 @@ from tests.commands import GRAPPE, ran
 from tests.contrib.export.tasks import Plain
 from tests.patience import PATIENCE_SECONDS
 from tests.training.test_training import train
+from tests.warm import WarmProcess
 
 
 class Pairs(Plain):
@@ -290,8 +291,8 @@ def test_a_line_is_answered_before_the_next_is_written(runs, folder: Path) -> No
     words = [GRAPPE, "predict", str(runs("plain").folder), "-", "--task", f"{__file__}:Plain", "--data", str(folder)]
     paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]  # of this file's imports
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    answers = []
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables) as child:
+    pipe, answers = subprocess.PIPE, []
+    with WarmProcess(words, stdin=pipe, stdout=pipe, text=True, env=variables, start_new_session=True) as child:
         for number in range(3):
             child.stdin.write(f"[{number}, 2, 3, 4]\n")
             child.stdin.flush()
