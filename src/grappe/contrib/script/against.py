@@ -212,10 +212,10 @@ class Comparison(StepHandler):
         """Runs a backward, and notes its loss."""
         run(1.0)
         if self._batch is not None and not self._in_task:
-            batch, *rest = self._batch
+            batch, loader, random = self._batch
             with drawing_from(random_state()):
                 pair = ported.as_pair(batch, self._task, self._dataset)
-            self._backwards.append(_Backward(pair, *rest, float(loss.detach().sum())))
+            self._backwards.append(_Backward(pair, loader, random, float(loss.detach().sum())))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Lets the task take each step of an optimizer too."""
