@@ -48,7 +48,8 @@ def test_the_tables_have_commands() -> None:
 
 @pytest.mark.parametrize("command", of("submit"))
 def test_jobs_are_shown(command: str, here: Path, capsys) -> None:
-    (here / "pytorch-test.py").write_text("print(1)\n")
+    for name in ("pytorch-test.py", "pytorch-ddp-test.py"):
+        (here / name).write_text("print(1)\n")
     words = shlex.split(command)
     if "--dry-run" not in words:
         words.insert(1, "--dry-run")

@@ -26,3 +26,8 @@ def test_a_metric_without_its_task_is_answered() -> None:
     with pytest.raises(TypeError) as error:
         torchmetrics.Accuracy()  # type: ignore[call-arg]
     assert "Accuracy(task='multiclass'" in remedy(str(error.value), SCRIPTS)
+
+
+def test_a_process_group_of_the_scripts_own_is_answered() -> None:
+    assert "is for 1, and there are more" in remedy("gloo/context.cc:23] rank < size. 1 vs 1", SCRIPTS)
+    assert "SLURM_PROCID" in remedy("port: 3456, code: -98, name: EADDRINUSE, message: in use", SCRIPTS)

@@ -118,6 +118,15 @@ class Centred(Task):
         return torch.optim.SGD(named_parameters, lr=self.learning_rate)
 
 
+class Compared(Centred):
+    """The same, with a loss that compares the batch's samples, as it declares."""
+
+    whole_batch_loss = True
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return ((output - target.std(0) - target) ** 2).mean()
+
+
 class Halves(Centred):
     """The same, of at most half a batch."""
 
@@ -144,6 +153,11 @@ def test_statistics_of_the_batch_are_found_in_the_first_step(pool: Pool, plan: s
     )
     assert re.search(r"test_checked_steps\.py:\d+ \(mean\): computed over several samples", text)
     assert ("--plan domain=2,cut=batch" in text) == ("engine" not in plan)
+
+
+def test_a_loss_that_is_declared_to_compare_samples_is_no_cause(pool: Pool, tmp_path: Path) -> None:
+    text = said(pool, Compared(begins=-1), "replicate=2", tmp_path)
+    assert re.search(r"\d\. test_checked_steps\.py:\d+ \(mean\): computed over several samples", text), text
 
 
 def test_what_begins_later_is_found_and_ends_nothing(pool: Pool, tmp_path: Path) -> None:

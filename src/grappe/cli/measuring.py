@@ -238,6 +238,8 @@ def _check_later_options(script: Sequence[str], plan: object) -> None:
     """Refuses a plan behind --script, and names other options there, all of which the script gets."""
     if not plan and "--plan" in script:
         raise UsageError("--plan after --script was the script's own option: write --plan replicate=2 before --script")
+    if "--against" in script:
+        raise UsageError("--against takes a task, and no --script: grappe verify port.py --against train.py")
     for option in ("--out", "--json", "--steps", "--repeats"):
         if option in script:
             complain(f"grappe: {option} after --script went to {script[0]}: write grappe's options before --script")

@@ -325,8 +325,8 @@ class BatchLoader:
         if not self.collates_whole:
             return []
         return [
-            "collate() pads samples to the longest of its batch: each process loads whole batches, and so pads as one "
-            "process does. dropout=local, or samples of one length, let a process load its samples alone"
+            "right, only slower: collate() pads, so each process loads whole batches, and so pads as one process does. "
+            "dropout=local, or samples of one length, let a process load its samples alone"
         ]
 
     @property

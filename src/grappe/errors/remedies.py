@@ -19,8 +19,13 @@ SCRIPTS = {
         "torchtext ends at torch 2.3, and grappe needs 2.8: Hugging Face's datasets and tokenizers take its place",
     r"missing 1 required positional argument: 'task'":
         "torchmetrics asks for the kind of classes since 0.11: Accuracy(task='multiclass', num_classes=10)",
+    r"\brank < size\. \d+ vs (\d+)":
+        r"The script's process group is for \1, and there are more processes: give it their number, as --world_size 2",
+    r"EADDRINUSE":
+        "Another program has this port, or two processes have the same rank: take another port, and the rank from "
+        "RANK or SLURM_PROCID, which grappe launch sets",
 }  # fmt: skip
-"""Remedies of scripts that were written for older libraries, too."""
+"""Remedies of scripts, of which some were written for older libraries."""
 REMEDIES = {
     r"not compiled with CUDA|No CUDA GPUs|Found no NVIDIA driver|CUDA driver|No HIP GPUs|Invalid device id":
         "Leave out .cuda(), .to(device) and device=: the plan puts the model and the batches where they belong; a "

@@ -102,8 +102,8 @@ class RowsContext:
         shares = ((at, seconds / elapsed) for at, seconds in self.seconds.most_common(LINES))
         lines = "; ".join(f"{at.line}, {at.operator}: {share:.0%}" for at, share in shares if share >= 0.01)
         return (
-            f"{total:.0%} of the time went to operators without a rule for rows, "
-            f"which every process computes for the whole batch: {lines}"
+            f"{total:.0%} of the time went to operators without a rule for rows, which every process computes for the "
+            f"whole batch; the result is right, only slower: {lines}"
         )
 
 

@@ -323,7 +323,9 @@ class CheckedSteps:
         plan, causes, task, micro = self._plan, [], self._task, everything.microbatches[0]
 
         def compute(batch: Any) -> None:
-            task.loss(with_own_rows(task.forward, (model, batch[0]), {}), batch[1])
+            made = with_own_rows(task.forward, (model, batch[0]), {})
+            if not task.whole_batch_loss:  # which gets every row
+                task.loss(made, batch[1])
 
         if plan.cut != "batch" and (by_line := functions_over_rows(compute, (micro.inputs, micro.targets))):
             lines = [f"{line} ({name})" for line, name in by_line.items()]

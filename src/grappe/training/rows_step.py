@@ -366,7 +366,7 @@ class SpreadSteps(StepHandler):
                 f"grappe: nothing was split over {self._world.size} processes: no batch of the script has rows for "
                 "each, so each process computed what one process does"
             )
-        if self.steps != REPORTED:
+        if self.steps < REPORTED:
             self._report()
 
     def _report(self) -> None:

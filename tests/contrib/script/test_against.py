@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -138,9 +138,11 @@ def main_program() -> Iterator[None]:
     sys.argv, sys.path[0], sys.modules["__main__"] = arguments, folder, main
 
 
-def compared(folder: Path, script: Edit, task: Edit, *more: Edit, steps: int = STEPS) -> Agreement:
+def compared(
+    folder: Path, script: Edit, task: Edit, *more: Edit, tasks: Sequence[Edit] = (), steps: int = STEPS
+) -> Agreement:
     texts = []
-    for text, edits in ((SCRIPT, (script, *more)), (TASK, (task,))):
+    for text, edits in ((SCRIPT, (script, *more)), (TASK, (task, *tasks))):
         edited = text
         for before, after in edits:
             assert before in edited
@@ -185,6 +187,36 @@ def test_accumulated_batches_are_microbatches(main_program: None, tmp_path: Path
     )
     assert found.learns_the_same, found.difference
     assert found.notes[0] == "the script adds up 2 batches a step: as microbatches=2 does"
+
+
+NAMES = (
+    "            optimizer.zero_grad()\n",
+    "            data, target = data['x'], data['y']\n            optimizer.zero_grad()\n",
+)
+NAMED = "collate_fn=lambda rows: dict(zip('yx', torch.utils.data.default_collate(rows)[::-1]))"
+COLLATES = """    def collate(self, rows):
+        inputs, targets = torch.utils.data.default_collate(rows)
+        return {"x": inputs}, targets
+
+    def loss("""
+IN_ROWS = (
+    "grappe.Arrays((images - 0.5) / 0.25, targets)",
+    "torch.utils.data.TensorDataset((images - 0.5) / 0.25, targets)",
+)
+
+
+def test_a_batch_in_a_dict_is_paired_by_the_names_of_the_tasks_inputs(main_program: None, tmp_path: Path) -> None:
+    script = (
+        ("enumerate(loader)", "((n, (batch, 0)) for n, batch in enumerate(loader))"), NAMES,
+        ("batch_size=16, ", f"batch_size=16, {NAMED}, "),
+    )  # fmt: skip
+    found = compared(tmp_path, script[0], NOTHING, *script[1:], tasks=(IN_ROWS, ("    def loss(", COLLATES)), steps=2)
+    assert found.learns_the_same and found.step == 2, found.difference
+    assert found.notes == (NOT_JUDGED,), "samples are compared, too"
+    with pytest.raises(
+        UsageError, match="batch is a dict of y, x, and no pair \\(inputs, targets\\): let the task's collate"
+    ):
+        compared(tmp_path, script[0], NOTHING, *script[1:])
 
 
 DIFFERENCES: dict[str, tuple[Edit, Edit, str] | tuple[Edit, Edit, str, Edit]] = {

@@ -44,6 +44,20 @@ print(dist.get_rank(), os.environ["LOCAL_RANK"], dist.get_world_size(), __name__
 sys.exit(3 if dist.get_rank() else 0) if "fail" in sys.argv else dist.destroy_process_group()
 """
 
+WIKIS = """
+import os
+import torch.distributed as dist
+
+ranks = {int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "SLURM_LOCALID", "SLURM_PROCID")}
+sizes = {os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")}
+rank = int(os.environ["SLURM_NODEID"]) * 2 + ranks.pop()
+method = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
+dist.init_process_group("gloo", init_method=method, world_size=2, rank=rank)
+dist.barrier()
+print(rank, ranks, sizes, os.environ["SLURM_JOB_NODELIST"], os.environ["SLURM_STEP_GPUS"], flush=True)
+dist.destroy_process_group()
+"""
+
 
 def test_a_loop_gets_the_plan_is_stopped_and_goes_on(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text(LOOP)
@@ -64,6 +78,29 @@ def test_a_script_that_spreads_itself_is_started_as_it_is(tmp_path: Path, capfd:
     assert "own.py uses torch.distributed: it is started as it is, on 2 processes" in said.err
     with pytest.raises(ProcessDied, match=r"process 1 of 2.*SystemExit"):
         launch(tmp_path / "own.py", ["fail"], PLAN)
+
+
+def test_a_script_that_srun_starts_finds_its_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_NODEID"):  # a job's one task has these
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    (tmp_path / "wiki.py").write_text(WIKIS)
+    assert launch(tmp_path / "wiki.py", [], PLAN) == 0
+    assert capfd.readouterr().out == "0 set() {'2'} n1 0,1\n"
+
+
+def test_the_processes_and_the_run_are_said_once_and_not_on_the_output(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text("print('mine')")
+    assert launch("train.py", [], PLAN, run=Path("runs/a")) == 0
+    said = capfd.readouterr()
+    assert said.out == "mine\n" and said.err == "grappe: 2 processes, run in runs/a\n"
+    Path("loop.py").write_text("import grappe")
+    assert launch("loop.py", [], PLAN) == 0
+    assert capfd.readouterr().err == "grappe: 2 processes\n"
 
 
 @pytest.mark.nightly
@@ -170,7 +207,7 @@ def test_a_script_that_ends_before_it_trains_ends_as_on_one_process(
     )
     assert launch(tmp_path / "train.py", arguments, PLAN) == code
     said = capfd.readouterr()
-    assert out in said.out and err in said.err and "grappe:" not in said.err
+    assert out in said.out and err in said.err and said.err.count("grappe:") == 1, "the start alone"
 
 
 SPREAD = """
@@ -220,7 +257,7 @@ def test_an_option_after_the_script_is_said_to_be_the_script_s(
     for own in ("add_argument('--plan'); parser.parse_args(); parser.error('no')", "parse_known_args(); exit(1)"):
         (tmp_path / "train.py").write_text(f"import argparse\nparser = argparse.ArgumentParser()\nparser.{own}")
         assert app(script_apart(["launch", str(tmp_path / "train.py"), "--plan", "replicate=2"]))
-        assert "grappe:" not in capfd.readouterr().err
+        assert capfd.readouterr().err.count("grappe:") == 1, "the start alone"
 
 
 OWN_ERROR = """
@@ -323,10 +360,10 @@ def test_what_srun_starts_on_two_nodes_is_interrupted_and_resumes_as_one_process
     (tmp_path / "go").touch()
     assert second.end() == (0, "", "")
     code, before, err = first.end()
-    assert (code, err) == (EXIT_INTERRUPTED, "")
+    assert (code, err) == (EXIT_INTERRUPTED, "grappe: 2 processes, run in runs/mine\n")
     first, second = on_two_nodes(start, tmp_path, "train.py", "waits")
     (code, after, err), other = first.end(), second.end()
-    assert (code, err, other) == (0, "", (0, "", ""))
+    assert (code, err, other) == (0, "grappe: 2 processes, run in runs/mine\n", (0, "", ""))
     plain = as_it_is(NODES, tmp_path / "node-0", "waits_not")
     assert dict.fromkeys((before + after).splitlines()) == dict.fromkeys(plain.splitlines())
     assert plain.startswith(before) and plain.endswith(after)

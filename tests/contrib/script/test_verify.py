@@ -55,6 +55,8 @@ def test_a_script_that_learns_the_same_is_told_so(tmp_path: Path) -> None:
 def test_an_option_after_the_script_is_said_to_be_the_script_s(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="--plan after --script was the script's own option"):
         app(["verify", "--script", "train.py", "--plan", PLAN])
+    with pytest.raises(UsageError, match="--against takes a task, and no --script"):
+        app(["verify", "--plan", PLAN, "--script", "train.py", "--against", "other.py"])
     with pytest.raises(UsageError):
         app(["verify", "--plan", PLAN, "--script", "none.py", "--out", "found.json"])
     assert "--out after --script went to none.py: write grappe's options before --script" in capsys.readouterr().err

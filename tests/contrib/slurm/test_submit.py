@@ -1,6 +1,7 @@
 """Submissions: what is said before a job is in the queue."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +26,11 @@ def test_two_processes_on_one_slice_are_refused_with_the_reason() -> None:
     job = JobOptions(site="narval", account="def-x", gpus=("1g.5gb",))
     with pytest.raises(PlanError, match=r"a100_1g\.5gb is a slice of a GPU, for one process: slices have no link"):
         laid_out(read_submission(("train", "digits", "--plan", "replicate=2"), job, app))
+
+
+def test_the_script_counts_the_processes_that_launch_starts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text("import torch")
+    job = ("submit", "--site", "narval", "--account", "def-x", "--dry-run")
+    for words, text in ((("--gpus", "2"), "2 processes on 1 node"), (("--gpus", "8"), "8 processes on 2 nodes")):
+        assert app([*job, *words, "--", "launch", "train.py"]) == 0
+        assert f"Canada. {text}, plan: replicate={words[1]}" in capsys.readouterr().out

@@ -86,7 +86,8 @@ class ComparisonOver(BaseException):
 class _Backward(NamedTuple):
     """A backward of the script, and what it was computed from."""
 
-    batch: Any
+    batch: tuple[Any, Any]
+    """Inputs and targets."""
     loader: DataLoader[Any] | None
     random: Mapping[str, Tensor]
     loss: float
@@ -211,7 +212,10 @@ class Comparison(StepHandler):
         """Runs a backward, and notes its loss."""
         run(1.0)
         if self._batch is not None and not self._in_task:
-            self._backwards.append(_Backward(*self._batch, float(loss.detach().sum())))
+            batch, loader, random = self._batch
+            with drawing_from(random_state()):
+                pair = ported.as_pair(batch, self._task, self._dataset)
+            self._backwards.append(_Backward(pair, loader, random, float(loss.detach().sum())))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Lets the task take each step of an optimizer too."""
@@ -413,17 +417,11 @@ class Comparison(StepHandler):
 
     def _loss(self, model: nn.Module, each: _Backward) -> Tensor:
         """Computes the task's loss of a batch of the script, as one process would train on it."""
-        task, batch = self._task, each.batch
-        pair = isinstance(batch, list | tuple) and len(batch) == 2
-        if not pair:
-            raise UsageError(
-                f"the script's batch is a {type(batch).__name__} and no pair (inputs, targets): no task can be given it"
-            )
-        device = next(model.parameters()).device
-        inputs, targets = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tuple(batch))
+        task, device = self._task, next(model.parameters()).device
+        inputs, targets = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, each.batch)
         with drawing_from(each.random):
             if self._augments:
-                keys = torch.from_numpy(sample_keys(task.seed, 0, np.arange(rows_of(batch) or 0))).to(device)
+                keys = torch.from_numpy(sample_keys(task.seed, 0, np.arange(rows_of(each.batch) or 0))).to(device)
                 inputs, targets = augment(task, inputs, targets, keys)
             losses = loss_of(task, task.forward(model, inputs), targets)
             counts = task.counts(targets)

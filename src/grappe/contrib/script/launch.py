@@ -36,6 +36,7 @@ from grappe.launch.terminal import complain, redirected, write
 from grappe.plan import AnyPlan, Plan, as_plan
 from grappe.private_api.multiprocessing import start_as_python_does
 from grappe.training.run import Run, new_folder
+from grappe.words import count_of
 
 INTERRUPTED = 130
 """The exit code of a Python script that Ctrl-C ends."""
@@ -114,11 +115,6 @@ def launch(
     spread_by = spreader(imported)
     if spread_by and run is not None:
         raise UsageError(f"--run is for a script for one process: {script} writes its own, so leave it out")
-    if spread_by not in ("", LOOP) and chosen.processes > 1 and is_main_process():
-        complain(
-            f"grappe: {script} uses {spread_by}: it is started as it is, on {chosen.processes} processes, each of "
-            "which trains all of it unless the script spreads itself"
-        )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -146,6 +142,16 @@ def launch(
             request = dataclasses.replace(request, seed=Run(run).read_description().get("seed", 0))
         if chosen.processes > 1:
             start_server(script, chosen)
+    if is_main_process():
+        if run is not None:
+            complain(f"grappe: {count_of(chosen.processes, 'process')}, run in {run}")
+        elif spread_by == LOOP or chosen.processes == 1:
+            complain(f"grappe: {count_of(chosen.processes, 'process')}")
+        else:
+            complain(
+                f"grappe: {script} uses {spread_by}: it is started as it is, on {chosen.processes} processes, each of "
+                "which trains all of it unless the script spreads itself"
+            )
     sys.stdout.flush()
     shared = base if run is None else run.parent  # before it trains there is no run
     code = start("grappe.contrib.script.launch:run_script", request, chosen, run=shared, saves=True)
@@ -305,6 +311,19 @@ class _ScriptLoader(importlib.machinery.SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
+def _launchers_variables(process: ProcessRank) -> dict[str, str]:
+    """Returns the variables by which torchrun and srun tell a program its place, and those of idr_torch.py."""
+    from grappe.launch.world import own_cores
+
+    numbers = dict.fromkeys(("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"), process.rank)
+    sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+    numbers |= dict.fromkeys(sizes, process.size)
+    numbers |= {"SLURM_NODEID": 0, "SLURM_CPUS_PER_TASK": own_cores(process)}
+    # In a job they are there already.
+    of_job = {"SLURM_JOB_NODELIST": "localhost", "SLURM_STEP_GPUS": ",".join(map(str, range(process.size)))}
+    return of_job | os.environ | {name: str(number) for name, number in numbers.items()}
+
+
 def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: Path) -> int:
     """Runs the script as `python SCRIPT ARGUMENTS` would; returns its exit code.
 
@@ -315,9 +334,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
     os.environ.update({PLAN: request.plan, **request.variables})
     is_local = process.launcher == "grappe"
     if is_local and request.run is None:  # else the script is for one process, and must not tell them apart
-        torchruns = {"RANK": process.rank, "WORLD_SIZE": process.size}
-        torchruns |= {"LOCAL_RANK": process.local_rank, "LOCAL_WORLD_SIZE": process.local_size}
-        os.environ.update({name: str(number) for name, number in torchruns.items()}, **request.rendezvous)
+        os.environ.update(_launchers_variables(process), **request.rendezvous)
     code = EXIT_FAILURE
     with _own_folder(request, process, rendezvous_folder) as folder, as_a_program(process, folder):
         try:
@@ -347,7 +364,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
                 time.sleep(LATER_SECONDS)
                 message = f"{message}\n{shown}"
                 if isinstance(error, OSError) and request.run is not None:
-                    message = _with_cause(message, process)
+                    message += _OTHER_NODE if process.size > process.local_size else _OTHER_NAME
             if request.run is not None and any(text in str(error) for text in _OF_SHARDS):
                 message = f"{message}\n{_SHARDED}"
             older = remedy(str(error), SCRIPTS)
@@ -380,12 +397,6 @@ _OF_SHARDS = ("got mixed torch.Tensor and DTensor", "not supported for tensor su
 _SHARDED = (
     "Outside of its model a parameter is in parts under shard: use replicate instead, or take parameter.full_tensor()"
 )
-
-
-def _with_cause(message: str, process: ProcessRank) -> str:
-    if process.size > process.local_size:
-        return f"{message}{_OTHER_NODE}"
-    return f"{message}{_OTHER_NAME}"
 
 
 _OTHER_NAME = (

@@ -46,15 +46,13 @@ def measure_script(
         raise UsageError("grappe measure --script starts its own processes: run it without torchrun or srun")
     for plan in plans:
         refuse_plan(as_plan(plan))
-    requests: dict[Plan, ScriptRequest] = {}
     seed = secrets.randbits(31)
 
     def train(plan: Plan, _: int, __: int, run: Path) -> Measurement:
-        if plan not in requests:
-            requests[plan] = request_for_one(Path(script), arguments, plan, seed)
-            if plan.processes > 1:
-                start_server(Path(script), plan)
-        request = dataclasses.replace(requests[plan], run=run, steps=options.steps + WARMUP)
+        request = request_for_one(Path(script), arguments, plan, seed)
+        if plan.processes > 1:
+            start_server(Path(script), plan)
+        request = dataclasses.replace(request, run=run, steps=options.steps + WARMUP)
         return start("grappe.contrib.script.measure:script_worker", request, plan, run=run)
 
     with scratch("measure") as folder:

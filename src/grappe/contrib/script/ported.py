@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from grappe.data.arrays import in_memory
 from grappe.data.collate import collated
+from grappe.errors import UsageError
 from grappe.private_api.torch import tree_leaves
 from grappe.task import Task
 from grappe.training.interception import alive
@@ -108,6 +109,26 @@ class SampleStatistics(NamedTuple):
 def inputs_of(batch: Any) -> Tensor:
     """Returns the first tensor of a batch."""
     return next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)).cpu()
+
+
+def as_pair(batch: Any, task: Task, dataset: Any) -> tuple[Any, Any]:
+    """Returns a script's batch as (inputs, targets): a dict has the names of the task's inputs, and one for targets.
+
+    Raises:
+        UsageError: it has others, or is no pair.
+    """
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        return batch[0], batch[1]
+    inputs, _ = collated(task, [dataset[0]])
+    if isinstance(batch, Mapping) and isinstance(inputs, Mapping) and inputs.keys() < batch.keys():
+        target, *others = batch.keys() - inputs.keys()
+        if not others:
+            return {name: batch[name] for name in inputs}, batch[target]
+    kind = f"dict of {', '.join(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
+    raise UsageError(
+        f"the script's batch is a {kind}, and no pair (inputs, targets): let the task's collate() return inputs in a "
+        "dict of the script's names, of which one is left for the targets"
+    )
 
 
 def statistics_of(inputs: Tensor) -> SampleStatistics:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from grappe.checkpoint.weights import full_tensor
 from grappe.contrib.script.against import Agreement
-from grappe.contrib.script.launch import ScriptRequest, refuse_plan, start_server
+from grappe.contrib.script.launch import ScriptRequest, refuse_plan, request_for_one, start_server
 from grappe.contrib.script.ported import tensors_of
 from grappe.contrib.script.recorded import run_recorded
 from grappe.errors import GrappeError, UsageError
@@ -69,8 +69,6 @@ def verify_script(
         UsageError: there is no such script, it takes no step, or the plan is refused before anything trains.
     """
     script, chosen = Path(script), as_plan(plan)
-    if not script.is_file():
-        raise UsageError(f"{script}: no such file: give a Python script")
     if steps < 1:
         raise UsageError(f"--steps={steps}: it must be at least 1")
     if chosen.processes < 2 or rank_from_environment() is not None:
@@ -78,7 +76,7 @@ def verify_script(
             "grappe verify --script needs a plan of several processes, which it starts: --plan replicate=2"
         )
     seed, alone = secrets.randbits(31), Plan(device=chosen.device, threads=chosen.threads)
-    request = ScriptRequest(script=script, arguments=tuple(arguments), plan=str(chosen), rendezvous={}, seed=seed)
+    request = request_for_one(script, arguments, chosen, seed)
     refuse_plan(chosen)
     start_server(script, chosen)
     with tempfile.TemporaryDirectory(prefix="grappe-verify-") as temporary:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 DEFAULTS = JobOptions()
 NOT_IN_JOBS = ("fetch", "submit", "queue", "logs", "wait", "cancel", "sites", "gpus")
 LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "horovodrun", "deepspeed", "accelerate", "lightning")
+PROCESSES = re.compile(r"(?:nproc[-_]per[-_]node|num[-_](?:processes|gpus)|ntasks|-np?)[= ]?(\d+)", re.ASCII)
 USAGE = "grappe submit --time 3h -- train TASK …, another command of grappe, or -- my_script.py ARGUMENTS"
 
 
@@ -149,9 +150,11 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
             raise UsageError(f"there is no script {words[0]}: is the path right, seen from {Path.cwd()}?")
         return Submission(command=SCRIPT, script=Path(words[0]), arguments=tuple(words), job=job)
     if words[0] in LAUNCHERS:
+        at = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
+        number = PROCESSES.search(shlex.join(words[:at]))
         raise UsageError(
-            f"the job starts the processes itself, so leave {words[0]} out: "
-            "grappe submit --processes 4 -- my_script.py ARGUMENTS"
+            f"the job starts the processes itself, so leave {words[0]} out: grappe submit --processes "
+            f"{number[1] if number else 4} -- {shlex.join(words[at:]) or 'my_script.py ARGUMENTS'}"
         )
     if words[0] in NOT_IN_JOBS:
         raise UsageError(f"grappe {words[0]} is for the login node, and runs in no job: {USAGE}")

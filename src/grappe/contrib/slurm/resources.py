@@ -209,7 +209,10 @@ def _plan(submission: Submission) -> Plan:
             raise UsageError(f"--processes={number} do not share {gpus} GPUs evenly: use a multiple of {gpus}")
         return Plan(replicate=number, per_device=number // (gpus or number))
     if job.processes is not None:
-        raise UsageError("--processes is for your own script; here the plan sets the number")
+        raise UsageError(
+            f"--processes is for a Python file, and {submission.command} takes the number from its plan: --plan "
+            f"replicate={job.processes}"
+        )
     plans = [Plan.parse(text) for text in submission.plans] or [Plan()]
     if submission.command in ON_CPU:
         plans = [Plan(device="cpu")]

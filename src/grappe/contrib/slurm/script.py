@@ -184,11 +184,10 @@ def check_name(name: str) -> None:
 def _head(script: Script) -> str:
     site, layout = script.site, script.layout
     nodes = layout.most_nodes - layout.spare
-    processes = nodes * layout.processes
-    counts = (NumberRange(layout.nodes * layout.processes, processes), NumberRange(layout.nodes, nodes))
-    is_own = script.kind == LAUNCH and nodes == 1
-    starts = "its processes" if is_own else f"{counts[0]} process{'es' if processes > 1 else ''}"
+    per_node = script.plan.processes // nodes if script.kind == LAUNCH else layout.processes  # one task starts them
+    counts = (NumberRange(layout.nodes * per_node, nodes * per_node), NumberRange(layout.nodes, nodes))
     spare = f", {layout.spare} spare" if layout.spare else ""
+    starts = f"{counts[0]} process{'es' if nodes * per_node > 1 else ''}"
     text = f"{starts} on {counts[1]} node{'s' if nodes > 1 else ''}{spare}"
     notes = [f"Made by: {script.command}"] if script.command else []
     notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]

@@ -168,11 +168,11 @@ def remarks_on_draws(plan: Plan, device: torch.device) -> list[str]:
     unused = torch.Generator(device).manual_seed(generator.initial_seed()).get_state()
     if plan.draws_whole_batches:
         ways = {
-            "without a row for each sample": OWN_DRAWS,
+            "without a row for each sample, so each part of a batch has its own": OWN_DRAWS,
             "in a kernel of its own, the same in each microbatch: dropout=local gives each others": SAME_DRAWS,
         }
         return [
-            f"random numbers that are not those of one process: {', '.join(sorted(names))} drew some {way}"
+            f"no fault, though not one process's random numbers: {', '.join(sorted(names))} drew some {way}"
             for way, names in ways.items()
             if names
         ]
