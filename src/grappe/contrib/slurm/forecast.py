@@ -124,16 +124,10 @@ def smallest_slice(fake_model: FakeModel, plan: Plan, site: Site, job: JobOption
     Returns:
         The slice's name, and a sentence: its room, its charge, and those of the next larger one.
     """
-    from grappe.foresight.gpu_time import gpu_time
     from grappe.foresight.search import foreseen
 
-    fabric = site_fabric(site)
-    if fabric is None or not site.slice or job.nodes or job.spare:
+    if not site.slice or job.nodes or job.spare or (share := _share(fake_model, plan, site)) is None:
         return None
-    try:
-        share = gpu_time(fake_model, plan, fabric).gpu_share()
-    except PlanError:
-        return None  # such a plan's time is not foreseen
     places = {part: sliced(site, part.name) for part in site.slice}
     parts = sorted(places, key=lambda part: (hourly_charge(plan, places[part], job) or 0.0, part.gpu_gb))
     for part, larger in itertools.pairwise([*parts, None]):
@@ -148,6 +142,17 @@ def smallest_slice(fake_model: FakeModel, plan: Plan, site: Site, job: JobOption
                 f"{other}: {_price(fake_model, plan, places[larger] if larger else site, job)}"
             )
     return None
+
+
+def _share(fake_model: FakeModel, plan: Plan, site: Site) -> float | None:
+    """Computes the share of a site's GPU that a step uses; None: the time of such a plan or GPU is not foreseen."""
+    from grappe.foresight.gpu_time import gpu_time
+
+    fabric = site_fabric(site)
+    try:
+        return None if fabric is None else gpu_time(fake_model, plan, fabric).gpu_share()
+    except PlanError:
+        return None
 
 
 def _price(fake_model: FakeModel, plan: Plan, site: Site, job: JobOptions) -> str:
@@ -284,28 +289,20 @@ def warnings_of(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: S
 
 def _idle(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: Site, job: JobOptions) -> list[str]:
     """Returns a warning if a step of the plan uses a small share of its GPU, with a smaller request that is enough."""
-    from grappe.foresight.gpu_time import gpu_time
     from grappe.foresight.search import foreseen
 
     fabric = site_fabric(site)
     if fabric is None or plan.per_device > 1 or (site.node and site.node.slice):
         return []
-    try:
-        share = gpu_time(fake_model, plan, fabric).gpu_share()
-    except TaskError:
-        raise
-    except GrappeError:
-        return []  # such a plan's time is not foreseen
-    if share >= WORTH:
+    if (share := _share(fake_model, plan, site)) is None or share >= WORTH:
         return []
     title, needs = fabric.device.title, foreseen(fake_model, plan, fake_model.task.batch_size, budget).needs
     if needs is not None and (smaller := _smaller(fake_model, plan, budget, site, job)):
-        job = dataclasses.replace(job, gpus=())
+        price = _price(fake_model, plan, site, dataclasses.replace(job, gpus=()))
         return [
             f"a step would use {share:.0%} of a GPU ({title}), and {format_bytes(budget.taken(needs))} of its "
-            f"{format_bytes(budget.size)}: {smaller[0]} is enough ({smaller[1]} instead of "
-            f"{_price(fake_model, plan, site, job)}). Or train on cores (--gpus 0), or take a larger batch_size. "
-            "Foreseen from the data sheet, not measured on that GPU"
+            f"{format_bytes(budget.size)}: {smaller[0]} is enough ({smaller[1]} instead of {price}). Or train on cores "
+            "(--gpus 0), or take a larger batch_size. Foreseen from the data sheet, not measured on that GPU"
         ]
     return [
         f"a step would use {share:.0%} of a GPU ({title}): train on cores (--gpus 0), take a larger batch_size, or "
@@ -317,28 +314,22 @@ def _idle(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: Site, j
 def _smaller(
     fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: Site, job: JobOptions
 ) -> tuple[str, str] | None:
-    """Finds less than what an underused plan asks for: a slice for one process, or else half of the GPUs, and so on.
-
-    Returns:
-        The option that asks for it, and its price and step; None: nothing less is enough.
-    """
-    from grappe.foresight.gpu_time import gpu_time
+    """Finds the option for less than an underused plan's GPUs, a slice or a half, a quarter of them; and its price."""
     from grappe.foresight.search import foreseen
 
-    by_gpus, job = bool(job.gpus), dataclasses.replace(job, gpus=())
+    by_gpus, job, smaller = bool(job.gpus), dataclasses.replace(job, gpus=()), plan
     if plan.processes == 1:
         part = smallest_slice(fake_model, plan, site, job)
         return part and (f"--gpus {part[0]}", _price(fake_model, plan, sliced(site, part[0]), job))
-    job, fabric, smaller = dataclasses.replace(job, nodes=None), site_fabric(site), plan
-    with contextlib.suppress(GrappeError):
-        assert fabric is not None
-        while smaller.processes % 2 == 0 and gpu_time(fake_model, smaller, fabric).gpu_share() < WORTH:
+    with contextlib.suppress(PlanError):
+        while smaller.processes % 2 == 0 and (_share(fake_model, smaller, site) or 1.0) < WORTH:
             half = stretched(smaller, smaller.processes // 2)
             if not foreseen(fake_model, half, fake_model.task.batch_size, budget).fits:
                 break
             smaller = half
-    option = f"--gpus {smaller.processes}" if by_gpus else f"--plan {smaller if str(smaller) else ONE_PROCESS}"
-    return None if smaller is plan else (option, _price(fake_model, smaller, site, job))
+    option = f"--gpus {smaller.processes}" if by_gpus else f"--plan {str(smaller) or ONE_PROCESS}"
+    price = _price(fake_model, smaller, site, dataclasses.replace(job, nodes=None))
+    return None if smaller is plan else (option, price)
 
 
 def budget_for(site: Site, plan: Plan) -> MemoryBudget | None:
