@@ -1,13 +1,15 @@
 """%%grappe: what a cell's line becomes, and in a real kernel: curves, the stop button, one message, a job's script."""
 
+import re
 from pathlib import Path
 
 import pytest
+from docs import translations
 
 import grappe
-from grappe.contrib.jupyter import HEADER, command_of
+from grappe.contrib.jupyter import COMMANDS, HEADER, command_of
 from grappe.errors import UsageError
-from tests.test_notebook import Kernel, kernel, pictures, text  # noqa: F401 - a fixture
+from tests.test_notebook import ROOT, Kernel, kernel, pictures, text  # noqa: F401 - a fixture
 
 CELL = "from grappe.tasks.digits import Digits\n\n\nclass Wide(Digits):\n    width: int = 3\n"
 PLAN = "replicate=2,device=cpu,threads=1,workers=0"
@@ -78,6 +80,7 @@ def test_an_edited_file_is_not_written_over(here: Path) -> None:
     assert file.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_cell_trains_with_its_curves(kernel: Kernel) -> None:  # noqa: F811
     assert kernel.execute("%load_ext grappe.contrib.jupyter") == []
     messages = kernel.execute(f"%%grappe train {PLAN} epochs=2 --run magic\n{CELL}")
@@ -91,6 +94,7 @@ def test_a_cell_trains_with_its_curves(kernel: Kernel) -> None:  # noqa: F811
     assert "same" in text(messages)
 
 
+@pytest.mark.slow
 def test_the_stop_button_saves_and_the_cell_resumes(kernel: Kernel) -> None:  # noqa: F811
     kernel.execute("%load_ext grappe.contrib.jupyter")
     stopped, cell = [], "from tests.slow import Slow\n\n\nclass Slower(Slow):\n    pause: float = 0.2\n"
@@ -109,6 +113,7 @@ def test_the_stop_button_saves_and_the_cell_resumes(kernel: Kernel) -> None:  # 
     assert f"{steps} steps" in text(messages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "cell", "says"),
     [
@@ -128,9 +133,23 @@ def test_an_error_is_one_message(kernel: Kernel, line: str, cell: str, says: str
     assert says in content["traceback"][0] and "Traceback" not in content["traceback"][0]
 
 
+@pytest.mark.slow
 def test_a_cell_becomes_a_job(kernel: Kernel) -> None:  # noqa: F811
     kernel.execute("%load_ext grappe.contrib.jupyter")
     line = "submit --site narval --account def-prof --time 1h --dry-run -- train replicate=2"
     words = text(kernel.execute(f"%%grappe {line}\n{CELL}"))
     (file,) = [file.name for file in kernel.folder.glob("wide_*.py") if "= 3" in file.read_text()]
     assert "#SBATCH --gpus-per-node=a100:2\n" in words and f"grappe train {file} --plan replicate=2" in words
+
+
+@pytest.mark.slow
+def test_the_pages_cells_run(kernel: Kernel) -> None:  # noqa: F811
+    page = (ROOT / "docs" / "jupyter.md").read_text()
+    load, train = [block.split("\n", 1)[1].rpartition("\n")[0] for block in translations.blocks(page)]
+    kernel.execute(load)
+    messages = kernel.execute(train)
+    assert "finished, 69 steps" in text(messages)
+    lines = re.findall(r"^\| `%%grappe (.*?)` \|", page, re.MULTILINE)
+    assert [line.split()[0] for line in lines] == [*COMMANDS, "submit"]
+    [file] = re.findall(r"wide_\w+\.py", page)
+    assert (kernel.folder / file).is_file()
