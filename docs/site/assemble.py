@@ -35,7 +35,7 @@ NAVIGATION = (
     ("Scripts", "Scripts", ("own-loop", "from-a-script", "from-a-page", "transformers", "watchers")),
     ("Tasks", "Tâches", ("gallery", "augmentation", "optimizers", "learning-rate", "larger-batch")),
     ("Data", "Données", ("data", "corpus", "data-formats", "imagenet")),
-    ("Plans", "Plans", ("too-big", "lightning", "deepspeed", "horovod", "slurm-python")),
+    ("Plans", "Plans", ("too-big", "lightning", "deepspeed", "horovod", "slurm-python", "jupyter")),
     ("Trained models", "Modèles entraînés", ("predict", "export", "extension")),
     ("How it works", "Fonctionnement", ("step", "parity", "promises", "gpu", "security")),
     (

@@ -48,9 +48,14 @@ def test_the_tables_have_commands() -> None:
 
 @pytest.mark.parametrize("command", of("submit"))
 def test_jobs_are_shown(command: str, here: Path, capsys) -> None:
+<<<<<<< HEAD
     for name in ("pytorch-test.py", "pytorch-ddp-test.py"):
         (here / name).write_text("print(1)\n")
+=======
+>>>>>>> jup
     words = shlex.split(command)
+    for script in [word for word in words if word.endswith(".py")]:
+        (here / script).write_text("print(1)\n")
     if "--dry-run" not in words:
         words.insert(1, "--dry-run")
     assert app(words) == 0
@@ -61,6 +66,28 @@ def test_jobs_are_shown(command: str, here: Path, capsys) -> None:
     if "jean-zay" in site:
         assert "--hint=nomultithread" in said
         assert re.search(r"--gres=gpu:(4|8)", said)
+
+
+@pytest.mark.parametrize("guide", [GUIDE, GUIDE.parent / "fr" / GUIDE.name], ids=["en", "fr"])
+def test_what_the_page_has_since_2026_is_found(guide: Path) -> None:
+    pages = "\n".join(page for page, _ in ROW.findall(guide.read_text()))
+    for name in (
+        "2.5.1", "torch.compile(Net())", "pin_memory=True", "OMP_NUM_THREADS", "wget", "h100_1g.10gb",
+        "--array=", "r/4.5", "deepspeed-example.sh", "config_env.sh", "launch_training_deepspeed.sh",
+        "pytorch-deepspeed.py", "ds_config.json", "cuda/VERSION", "Fully Sharded Data Parallelism",
+        "Tensor Parallelism", "Pipeline Parallelism", "bundles",
+    ):  # fmt: skip
+        assert name in pages, name
+
+
+def test_the_script_of_deepspeed_gets_the_pages_resources(here: Path, capsys) -> None:
+    (here / "pytorch-deepspeed.py").write_text("import deepspeed\n")
+    [kept] = [one for one in of("submit") if "pytorch-deepspeed.py" in one]
+    assert app(["submit", "--dry-run", *shlex.split(kept)[1:]]) == 0
+    said = capsys.readouterr().out
+    assert "#SBATCH --nodes=2\n" in said and "#SBATCH --gpus-per-node=a100:2\n" in said
+    assert "module load python/3.11 cuda/12.6\n" in said
+    assert "pytorch-deepspeed.py --deepspeed_config=ds_config.json" in said
 
 
 def test_the_pages_resources_are_asked_for(here: Path, capsys) -> None:

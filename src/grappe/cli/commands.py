@@ -104,7 +104,7 @@ def train(
         show(verb.smoke(request))
         return EXIT_OK
     with redirected(1, to=2) if json else contextlib.nullcontext():
-        result = verb.run_training(request)
+        result = verb.shown_training(request)
         if result.status == "finished before":
             show(f"{result.run} is finished (step {result.step}): nothing to do; --from {result.run} trains on from it")
     if json:

@@ -53,7 +53,7 @@ def run(app: App, words: Sequence[str] | None = None) -> NoReturn:
         set_formatter(app, all_commands=all_commands)
     debug = "--debug" in words
     try:
-        code = _code(app, script_apart(arguments))
+        code = execute(app, script_apart(arguments))
     except GrappeError as error:
         code = _complain(error, debug)
     except SystemExit as end:
@@ -106,7 +106,8 @@ def _leave_communication(code: int) -> None:
         os._exit(code)
 
 
-def _code(app: App, arguments: list[str]) -> int:
+def execute(app: App, arguments: list[str]) -> int:
+    """Runs a command; returns its exit code. Raises a GrappeError for wrong words, and for a file that is refused."""
     try:
         code = app(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
@@ -117,8 +118,7 @@ def _code(app: App, arguments: list[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        refused = refused_process(error)
-        raise (UsageError(refused) if refused else of_file(error)) from error
+        raise (UsageError(refused) if (refused := refused_process(error)) else of_file(error)) from error
     return code if isinstance(code, int) else EXIT_OK
 
 

@@ -75,14 +75,18 @@ def train(
         options=options or Options(),
         watchers=checked_watchers(watchers),
     )
+    return Run(shown_training(request).run)
+
+
+def shown_training(request: Request) -> Result:
+    """Trains as `run_training` does, and in a notebook draws the curves in the cell."""
     ipython = sys.modules.get("IPython")  # imported in a notebook already
     if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):
-        return Run(run_training(request).run)
-
+        return run_training(request)
     folder = request.run or new_folder(request.base, request.task.name)
     curves = LiveCurves(folder, request.plan.processes)
     try:
-        return Run(run_training(dataclasses.replace(request, run=folder), curves).run)
+        return run_training(dataclasses.replace(request, run=folder), curves)
     finally:
         curves.draw(ended=True)
 
@@ -129,9 +133,6 @@ def smoke(request: Request) -> str:
     return f"smoke: step, evaluation, save and resume work under {plan_name(request.plan)} ({second.step} steps)"
 
 
-SECONDS = 1.0  # between two pictures
-
-
 class LiveCurves:
     """The picture in the cell, which each call draws again if a second has passed."""
 
@@ -146,7 +147,7 @@ class LiveCurves:
         self._handle: Any = display(self._plot, display_id=True)
 
     def __call__(self) -> None:
-        if time.monotonic() - self._drawn >= SECONDS:
+        if time.monotonic() - self._drawn >= 1.0:  # second
             self._drawn = time.monotonic()
             self.draw()
 
@@ -156,10 +157,9 @@ class LiveCurves:
             records = list(self._tail.new())
             for record in records:
                 self._plot.add(record)
-            last = next((record for record in reversed(records) if record.get("kind") == "step"), None)
-            if last is not None:
-                epoch, loss = number(last.get("epoch")) + 1, format_number(number(last.get("loss")))
-                self._plot.caption = f"epoch {epoch:.0f}, step {last.get('step')}, loss {loss}"
+                if record.get("kind") == "step":
+                    epoch, loss = number(record.get("epoch")) + 1, format_number(number(record.get("loss")))
+                    self._plot.caption = f"epoch {epoch:.0f}, step {record.get('step')}, loss {loss}"
             if ended:
                 self._plot.caption = ""
             if records or ended:

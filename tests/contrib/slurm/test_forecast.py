@@ -67,14 +67,23 @@ ONE = (
 )
 
 
+LITTLE = ("% of a GPU (NVIDIA A100 SXM4, 40 GB), and 1.", " GB of its 40.0 GB: ", ". Or train on cores")
+
+
 @pytest.mark.parametrize(
     ("site", "plan", "fields", "says"),
     [
         ("narval", "replicate=4", (), FOUR),
         ("narval", "", (), ONE),
         ("narval", "shard=4", (), ()),
-        ("narval", "replicate=4", ("width=8",), ("a step would use ",)),
-        ("narval", "", ("width=8",), ("% of a GPU (NVIDIA A100 SXM4, 40 GB): train on cores",)),
+        (
+            "narval",
+            "replicate=4",
+            ("width=8",),
+            (*LITTLE, "--plan one is enough (4 RGU-hours", "instead of 16 RGU-hours"),
+        ),
+        ("narval", "", ("width=8",), (*LITTLE, "--gpus a100_1g.5gb is enough (0.57 RGU", "instead of 4 RGU-hours")),
+        ("trillium", "", ("width=8",), ("% of a GPU (NVIDIA H100 SXM5, 80 GB): train on cores",)),
         ("narval", "replicate=4,per_device=2", (), ("A100, 40 GB, shared by 2 processes, has 20.0 GB",)),
         ("narval", "replicate=4,per_device=4", ("width=8",), ()),
         ("narval", "engine=lightning", ("width=8",), ("a step would use ",)),

@@ -18,7 +18,7 @@ from grappe.contrib.slurm.script import Script, clock, figure
 from grappe.errors import GrappeError, PlanError, TaskError, UsageError
 from grappe.fields import NumberRange
 from grappe.launch.terminal import progress
-from grappe.plan import Plan
+from grappe.plan import ONE_PROCESS, Plan
 from grappe.sites import current
 from grappe.sites.layout import hourly_charge, layout, longest, sizes, sliced, stretched
 from grappe.sites.sbatch import AUTO, FEWEST, TRAIN, JobOptions
@@ -56,7 +56,7 @@ def foreseen_warnings(submission: Submission, script: Script) -> list[str]:
     try:
         return traced(
             "tracing the model, to foresee the memory that the plan needs",
-            lambda: warnings_of(fake_model_of(task, submission), script.plan, budget, script.site),
+            lambda: warnings_of(fake_model_of(task, submission), script.plan, budget, script.site, submission.job),
         )
     except GrappeError as error:
         return [not_foreseen(error)]
@@ -124,16 +124,10 @@ def smallest_slice(fake_model: FakeModel, plan: Plan, site: Site, job: JobOption
     Returns:
         The slice's name, and a sentence: its room, its charge, and those of the next larger one.
     """
-    from grappe.foresight.gpu_time import gpu_time
     from grappe.foresight.search import foreseen
 
-    fabric = site_fabric(site)
-    if fabric is None or not site.slice or job.nodes or job.spare:
+    if not site.slice or job.nodes or job.spare or (share := _share(fake_model, plan, site)) is None:
         return None
-    try:
-        share = gpu_time(fake_model, plan, fabric).gpu_share()
-    except PlanError:
-        return None  # such a plan's time is not foreseen
     places = {part: sliced(site, part.name) for part in site.slice}
     parts = sorted(places, key=lambda part: (hourly_charge(plan, places[part], job) or 0.0, part.gpu_gb))
     for part, larger in itertools.pairwise([*parts, None]):
@@ -148,6 +142,17 @@ def smallest_slice(fake_model: FakeModel, plan: Plan, site: Site, job: JobOption
                 f"{other}: {_price(fake_model, plan, places[larger] if larger else site, job)}"
             )
     return None
+
+
+def _share(fake_model: FakeModel, plan: Plan, site: Site) -> float | None:
+    """Computes the share of a site's GPU that a step uses; None: the time of such a plan or GPU is not foreseen."""
+    from grappe.foresight.gpu_time import gpu_time
+
+    fabric = site_fabric(site)
+    try:
+        return None if fabric is None else gpu_time(fake_model, plan, fabric).gpu_share()
+    except PlanError:
+        return None
 
 
 def _price(fake_model: FakeModel, plan: Plan, site: Site, job: JobOptions) -> str:
@@ -261,7 +266,7 @@ def _unfit(submission: Submission, site: Site, plans: Mapping[int, Plan]) -> dic
     return {int(count): reason for count, reason in reasons.items() if reason}
 
 
-def warnings_of(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: Site) -> list[str]:
+def warnings_of(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: Site, job: JobOptions) -> list[str]:
     """Returns warnings about a plan's memory and about its use of a site's GPU.
 
     Args:
@@ -270,7 +275,7 @@ def warnings_of(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: S
     Raises:
         TaskError: the task cannot be traced.
     """
-    warnings = [*_idle(fake_model, plan, site), *filter(None, [fake_model.absent])]
+    warnings = [*_idle(fake_model, plan, budget, site, job), *filter(None, [fake_model.absent])]
     if asked := _asked(fake_model, plan, budget):
         if site.node and site.node.slice:
             return [f"{asked}: take a larger slice, or --gpus 1 (foreseen, not measured on that GPU)", *warnings]
@@ -282,27 +287,49 @@ def warnings_of(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: S
     return warnings
 
 
-def _idle(fake_model: FakeModel, plan: Plan, site: Site) -> list[str]:
-    """Returns a warning if a step of the plan uses a small share of its GPU."""
-    from grappe.foresight.gpu_time import gpu_time
+def _idle(fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: Site, job: JobOptions) -> list[str]:
+    """Returns a warning if a step of the plan uses a small share of its GPU, with a smaller request that is enough."""
+    from grappe.foresight.search import foreseen
 
     fabric = site_fabric(site)
     if fabric is None or plan.per_device > 1 or (site.node and site.node.slice):
         return []
-    try:
-        share = gpu_time(fake_model, plan, fabric).gpu_share()
-    except TaskError:
-        raise
-    except GrappeError:
-        return []  # such a plan's time is not foreseen
-    if share >= WORTH:
+    if (share := _share(fake_model, plan, site)) is None or share >= WORTH:
         return []
-    part = ", ask for a slice of it (--gpus auto)" if site.slice else ""
+    title, needs = fabric.device.title, foreseen(fake_model, plan, fake_model.task.batch_size, budget).needs
+    if needs is not None and (smaller := _smaller(fake_model, plan, budget, site, job)):
+        price = _price(fake_model, plan, site, dataclasses.replace(job, gpus=()))
+        return [
+            f"a step would use {share:.0%} of a GPU ({title}), and {format_bytes(budget.taken(needs))} of its "
+            f"{format_bytes(budget.size)}: {smaller[0]} is enough ({smaller[1]} instead of {price}). Or train on cores "
+            "(--gpus 0), or take a larger batch_size. Foreseen from the data sheet, not measured on that GPU"
+        ]
     return [
-        f"a step would use {share:.0%} of a GPU ({fabric.device.title}): train on cores (--gpus 0), take a larger "
-        f"batch_size{part}, or place several processes on a GPU (per_device). Foreseen from the data sheet, not "
-        "measured on that GPU; grappe foresee says how many fit"
+        f"a step would use {share:.0%} of a GPU ({title}): train on cores (--gpus 0), take a larger batch_size, or "
+        "place several processes on a GPU (per_device). Foreseen from the data sheet, not measured on that GPU; "
+        "grappe foresee says how many fit"
     ]
+
+
+def _smaller(
+    fake_model: FakeModel, plan: Plan, budget: MemoryBudget, site: Site, job: JobOptions
+) -> tuple[str, str] | None:
+    """Finds the option for less than an underused plan's GPUs, a slice or a half, a quarter of them; and its price."""
+    from grappe.foresight.search import foreseen
+
+    by_gpus, job, smaller = bool(job.gpus), dataclasses.replace(job, gpus=()), plan
+    if plan.processes == 1:
+        part = smallest_slice(fake_model, plan, site, job)
+        return part and (f"--gpus {part[0]}", _price(fake_model, plan, sliced(site, part[0]), job))
+    with contextlib.suppress(PlanError):
+        while smaller.processes % 2 == 0 and (_share(fake_model, smaller, site) or 1.0) < WORTH:
+            half = stretched(smaller, smaller.processes // 2)
+            if not foreseen(fake_model, half, fake_model.task.batch_size, budget).fits:
+                break
+            smaller = half
+    option = f"--gpus {smaller.processes}" if by_gpus else f"--plan {str(smaller) or ONE_PROCESS}"
+    price = _price(fake_model, smaller, site, dataclasses.replace(job, nodes=None))
+    return None if smaller is plan else (option, price)
 
 
 def budget_for(site: Site, plan: Plan) -> MemoryBudget | None:
@@ -479,7 +506,7 @@ def _traced(submission: Submission, query: training_time.RunQuery, plan: Plan, f
     budget, warnings = budget_for(query.site, query.plan), list[str]()
     if budget is not None:
         try:
-            warnings = warnings_of(fake_model, query.plan, budget, query.site)
+            warnings = warnings_of(fake_model, query.plan, budget, query.site, submission.job)
         except GrappeError as error:
             warnings = [not_foreseen(error)]
     sizes = (parameter.size + sum((*parameter.states, *parameter.whole_states)) for parameter in fake_model.parameters)
