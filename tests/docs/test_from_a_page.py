@@ -48,11 +48,6 @@ def test_the_tables_have_commands() -> None:
 
 @pytest.mark.parametrize("command", of("submit"))
 def test_jobs_are_shown(command: str, here: Path, capsys) -> None:
-<<<<<<< HEAD
-    for name in ("pytorch-test.py", "pytorch-ddp-test.py"):
-        (here / name).write_text("print(1)\n")
-=======
->>>>>>> jup
     words = shlex.split(command)
     for script in [word for word in words if word.endswith(".py")]:
         (here / script).write_text("print(1)\n")
