@@ -116,7 +116,6 @@ def test_one_that_breaks_a_rule_is_refused(name: str, size: str, line: str, othe
         ("clariden", "replicate=4", {"time": "13h"}, "normal: at most 12 h"),
         ("isambard-ai", "", {"time": "24h"}, "gives at most 23.98 h"),
         ("jean-zay-a100", "", {"time": "21h"}, "qos_gpu_a100-t3: at most 20 h"),
-        ("narval", "", {"chain": 1001}, "--chain=1001: narval lets a user have 1000 jobs"),
         ("kempner", "replicate=20", {}, "may have 16"),
     ],
 )

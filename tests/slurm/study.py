@@ -36,13 +36,15 @@ def main(study: str, task: str, wanted: str, *words: str) -> int:
             said = progress.waiting
             print(f"waiting: {said}", file=sys.stderr, flush=True)
 
+    options = json.loads(wanted)
+    array = "array" if options.pop("array", False) else None
     found, complete = search(
         task,
         split(word for word in words if word not in sbatch),
         as_plan(PLAN),
-        SearchOptions(**json.loads(wanted)),
+        SearchOptions(**options),
         Path(study),
-        jobs=JobOptions(site="generic", time="10m", doctor=False, sbatch=sbatch),
+        jobs=JobOptions(site="generic", time="10m", doctor=False, sbatch=sbatch, array=array),
         watch=watch,
     )
     if found.best is not None:

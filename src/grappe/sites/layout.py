@@ -192,8 +192,6 @@ def layout(plan: Plan, site: Site, job: JobOptions) -> Layout:
         )
     if least and seconds < least * 60:
         raise UsageError(f"--time: {site.name} requires at least {least} minutes")
-    if site.ask.max_jobs and job.chain > site.ask.max_jobs:
-        raise UsageError(f"--chain={job.chain}: {site.name} lets a user have {site.ask.max_jobs} jobs: use fewer")
     _check_whole(site, node, queue, all_nodes, per_node)
     processes = plan.processes // nodes
     cores = job.cores or _cores(plan, node, per_node, processes, queue)

@@ -40,7 +40,7 @@ EXAMPLES = {
 
 SAYS_SO = {
     "account": "--account",
-    "array": "--chain, or --gpus 1,2,4",
+    "array": "--array, or --chain",
     "cpus-per-gpu": "--cores",
     "cpus-per-task": "--cores",
     "gpus": "--gpus",
@@ -146,6 +146,8 @@ class JobOptions:
     """Folder of wheels beyond the site's."""
     stage: Path | None = None
     """Tar archive of data, unpacked to local scratch on each node."""
+    array: str | None = None
+    """Ids of tasks, a run each: 1-20%4, 4 at a time; {array} in the command is the id, as in seed={array}."""
     chain: int = 0
     """Number of jobs in a row, for sites where jobs may not requeue."""
     restarts: int = 50

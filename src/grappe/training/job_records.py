@@ -18,12 +18,12 @@ NOTE = re.compile(r"(\d{9,12}) ([A-Za-z0-9._-]{1,64}) (\d+\.\d+) ([^ :]+): (.*)"
 
 
 def submitted(run: Path) -> list[dict[str, Any]]:
-    """Reads the submissions of a run, oldest first; skips a damaged line."""
+    """Reads the submissions of a run or of an array's folder, oldest first; skips a damaged line."""
     try:
         lines = files.read_bytes(run / "logs" / JOBS, IN_PART).splitlines()
     except (OSError, RunError):
         return []
-    return [record for record in objects(lines) if str(record.get("job", "")).isdigit()]
+    return [record for record in objects(lines) if re.fullmatch(r"\d+(_\d+)?", str(record.get("job", "")))]
 
 
 class FailureNote(NamedTuple):

@@ -85,7 +85,7 @@ class Run(Tabular):
         refuse_package(self.folder)
         files.refuse_link(self.folder / DESCRIPTION)
         if not (self.folder / DESCRIPTION).is_file():
-            runs = [run.folder for run in all_runs(self.folder.parent) or all_runs(RUNS)]
+            runs = [run.folder for run in all_runs(self.folder) or all_runs(self.folder.parent) or all_runs(RUNS)]
             runs.sort(key=lambda run: (run / DESCRIPTION).lstat().st_mtime, reverse=True)
             neighbours = f"; there is: {', '.join(map(str, runs[:3]))}{', …' if len(runs) > 3 else ''}" if runs else ""
             raise RunError(f"{self.folder} is not a run (no {DESCRIPTION}){neighbours}")

@@ -21,8 +21,8 @@ from grappe.errors.foreign_text import entries, number
 from grappe.language import translated_cell, translated_name
 from grappe.launch.safe_console import fact_table
 from grappe.launch.terminal import complain
-from grappe.training.job_records import submitted
-from grappe.training.run import DESCRIPTION, Run, all_runs
+from grappe.training.job_records import JOBS, submitted
+from grappe.training.run import DESCRIPTION, DONE, Run, all_runs
 from grappe.training.watchers.expected_end import span
 from grappe.words import count_of, filled_table, format_number, plan_name
 
@@ -42,8 +42,7 @@ def listing(base: Path, tag: str | None = None, *, everything: bool = False) -> 
     older = 0 if everything or tag is not None else max(0, len(runs) - MOST_LISTED)
     if older:
         runs = sorted(runs, key=written_at)[older:]
-    folders = sorted(base.iterdir()) if base.is_dir() else []
-    submissions = {folder: submitted(folder) for folder in folders if not Run.is_run(folder)}
+    submissions = {folder: submitted(folder) for folder in sorted(base.glob("*")) if not Run.is_run(folder)}
     waiting = {entry: str(jobs[-1]["job"]) for entry, jobs in submissions.items() if jobs}
     if not runs and not waiting:
         return f"no run in {base}: grappe train digits makes one"
@@ -69,9 +68,13 @@ def listing(base: Path, tag: str | None = None, *, everything: bool = False) -> 
         scores, name = shown_scores(evaluation), description.get("name", "")
         dated.append((began, (run.folder.name, name, status, scores, step, when, took, plan, ", ".join(tags))))
     rows = [row for _, row in sorted(dated, key=lambda entry: entry[0])]
-    if tag is None:
-        rows += [(run.name, "", f"submitted, job {job}", *[""] * 6) for run, job in waiting.items()]
-    elif not rows:
+    for entry, job in waiting.items() if tag is None else ():
+        tasks = [(file.parents[1] / DONE).exists() for file in entry.glob(f"*/logs/{JOBS}")]
+        done = f"{sum(tasks)} of {len(tasks)}"
+        rows.append(
+            (entry.name, "", f"array, job {job}: {done} finished" if tasks else f"submitted, job {job}", *[""] * 6)
+        )
+    if tag is not None and not rows:
         return f"no run in {base} has the tag {tag}"
     if older:
         complain(f"grappe: {older:,} older runs are left out: --all shows them")
@@ -150,9 +153,7 @@ def describe(folder: Path) -> Table:
     for change in description.get("changes", []):
         rows.append(("changed", str(change)))
     if step := run.last_record("step"):
-        loss = step.get("loss")
-        shown = format_number(loss) if isinstance(loss, float) else str(loss)
-        rows.append(("last step", f"{step.get('step')}, loss {shown}"))
+        rows.append(("last step", f"{step.get('step')}, {shown_scores({'loss': step.get('loss')})}"))
     if evaluation := run.last_record("evaluation"):
         step, samples = evaluation.get("step"), evaluation.get("samples")
         rows.append(("evaluation", f"step {step}, {samples} samples: {shown_scores(evaluation)}"))
@@ -178,9 +179,8 @@ def _used(used: dict[str, Any]) -> str:
         for name, word in (("core_hours", "core-hours"), ("gpu_hours", "GPU-hours"))
         if number(used.get(name))
     ]
-    for name, value in entries(used.get("joules")).items():
-        if isinstance(value, int | float):
-            parts.append(f"{value:,.0f} J ({name})")
+    joules = entries(used.get("joules")).items()
+    parts += [f"{value:,.0f} J ({name})" for name, value in joules if isinstance(value, int | float)]
     parts += [f"peak {number(value):,.0f} W ({name})" for name, value in entries(used.get("watts")).items()]
     return ", ".join(parts)
 

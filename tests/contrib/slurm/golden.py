@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from grappe import sites
+from grappe.contrib.slurm.array import Array, parse
 from grappe.contrib.slurm.environment import MADE_ON_NODES, Pack, Packages
 from grappe.contrib.slurm.script import Script, render
 from grappe.plan import Plan
@@ -69,6 +70,13 @@ def with_job(script: Script, **changes: Any) -> Script:
     return dataclasses.replace(script, job=dataclasses.replace(script.job, **changes))
 
 
+def array_of(training: Script, ids: str, *words: str) -> Script:
+    """The script of an array of trainings."""
+    return dataclasses.replace(
+        with_job(training, array=ids, chain=0), array=parse(ids), arguments=words, task=words[1:], command=""
+    )
+
+
 def others(site: Site) -> dict[str, Script]:
     """Scripts of what is no training, by the ends of their files' names."""
     training = script(site, "1-node")
@@ -79,6 +87,11 @@ def others(site: Site) -> dict[str, Script]:
     return {
         "script": dataclasses.replace(own, arguments=("mine.py", "--lr", "0.1")),
         "script-chain": with_job(own, chain=3),
+        "array": array_of(training, "1-20%4", "train", "digits", "seed={array}"),
+        "study": dataclasses.replace(
+            array_of(training, "0-1", "train", "digits"),
+            array=Array(ids=(0, 1), words={0: ("lr=0.1",), 1: ("lr=0.2",)}),
+        ),
         "options": with_job(training, **OPTIONS),
         "pack": dataclasses.replace(with_job(training, env="pack:/home/me/env"), packages=None, pack=PACK),
         "tune": dataclasses.replace(

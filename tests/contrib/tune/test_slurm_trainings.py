@@ -36,7 +36,7 @@ class Played:
         self.submitted: list[Submission] = []
         self.refusal = ""
         self.ends: dict[str, End] = {}
-        monkeypatch.setattr(slurm, "queue", lambda: list(self.entries))
+        monkeypatch.setattr(slurm, "queue", lambda *, expand: list(self.entries))
         monkeypatch.setattr(slurm, "cancel", self.cancelled.extend)
         monkeypatch.setattr(slurm, "ended", self.ends.get)
         monkeypatch.setattr(trainings_module, "submit_all", self.submit)
@@ -262,7 +262,7 @@ def test_how_slurm_ends_a_job(state: str, began: bool, how: str, told: str, play
 
 
 def test_slurm_may_be_silent_for_a_while(played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent() -> list[Entry]:
+    def silent(*, expand: bool) -> list[Entry]:
         raise SlurmError("squeue: error: Unable to contact slurm controller")
 
     mine = trainings(tmp_path)

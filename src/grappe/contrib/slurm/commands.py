@@ -18,7 +18,7 @@ from cyclopts import App, CycloptsError, Parameter
 from grappe.cli.application import OPTIONS, DryRun, Json, RunFolder, RunsFolder, app
 from grappe.cli.corrections import corrected, unknown_option
 from grappe.cli.exit import script_apart, show, show_either, show_json
-from grappe.contrib.slurm import slurm
+from grappe.contrib.slurm import array, slurm
 from grappe.contrib.slurm.resources import Submission, allocation, line_in_allocation
 from grappe.contrib.slurm.script import FUNCTIONS
 from grappe.errors import EXIT_OK, UsageError
@@ -62,6 +62,7 @@ def submit(
         grappe submit --time 1h -- verify digits --plan replicate=2
         grappe submit --nodes 2 -- launch --plan replicate=8 mnist.py
         grappe submit --processes 2 -- my_script.py --lr 0.1
+        grappe submit --array 1-20%4 -- train digits seed={array}  20 runs, 4 at a time
 
     Args:
         words: After --: the command, as it runs here.
@@ -148,7 +149,8 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
     if words[0].endswith(".py"):
         if not Path(words[0]).is_file():
             raise UsageError(f"there is no script {words[0]}: is the path right, seen from {Path.cwd()}?")
-        return Submission(command=SCRIPT, script=Path(words[0]), arguments=tuple(words), job=job)
+        of_tasks = array.parse(job.array)
+        return Submission(command=SCRIPT, script=Path(words[0]), arguments=tuple(words), job=job, array=of_tasks)
     if words[0] in LAUNCHERS:
         at = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
         number = PROCESSES.search(shlex.join(words[:at]))
@@ -188,6 +190,7 @@ def read_submission(words: Sequence[str], job: JobOptions, app: App) -> Submissi
         parallel=getattr(values.get("search"), "parallel", 1),
         study=values.get("study"),
         loggers=tuple(getattr(options, "log", ())),
+        array=array.parse(job.array),
         options=options if words[0] == TRAIN and options is not None else Options(),
         job=dataclasses.replace(job, runs=values["runs"]) if words[0] in (TRAIN, LAUNCH) and "runs" in values else job,
     )

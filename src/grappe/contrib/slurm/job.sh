@@ -8,7 +8,8 @@
 #
 # shellcheck shell=bash
 
-run=${BASH_SOURCE[0]%/logs/*}
+files=${BASH_SOURCE[0]%/*} # of an array those of all its tasks
+base=${files%/*/logs}
 
 # ---- once on each node ----
 
@@ -22,7 +23,7 @@ own_folder() {
 make_environment() {
     local env=$1 kind=$2 python=$3 key=${1##*/}
     shift 3
-    local kept=${run%/*}/.environments/$key.tar packages=$run/logs/environment-$key new=$env.$SLURM_JOB_ID.$$
+    local kept=$base/.environments/$key.tar packages=$files/environment-$key new=$env.$SLURM_JOB_ID.$$
     own_folder "${env%/*}" || return 1
     [ ! -e "$env" ] || return 0
     [ -d "$packages" ] || { echo "there is no $packages: grappe submit writes it" >&2; return 1; }
@@ -158,7 +159,7 @@ keep_going() {
     work
     while [ "$skipped" = 0 ] && lost; do
         note_death
-        held=$(squeue -h -j "$SLURM_JOB_ID" -o %N)
+        held=$(squeue -h -j "$id" -o %N)
         left_out=$(failed_nodes "$failures")
         failed=$(scontrol show hostnames "$held" | grep -cxF "${left_out//,/$'\n'}")
         [ "$(kills)" -lt 3 ] && fit "$failed" || return
@@ -174,7 +175,7 @@ keep_going() {
 }
 
 on_each_node() {
-    step srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash "$run/logs/job.sh" "$@"
+    step srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 bash "$files/job.sh" "$@"
 }
 
 # The processes meet on this node, that of process 0, at a port that is free now.
@@ -194,7 +195,7 @@ on_each_process() {
 note_node() {
     local start=$SLURM_JOB_ID.$GRAPPE_START
     grep -s "^[0-9]* $1 $start " "$failures" | cut -d " " -f 5- | grep -qxFe "$2" && return
-    echo "${3:-$(date +%s)} $1 $start ${run##*/}: $2" >> "$failures"
+    echo "${3:-$(date +%s)} $1 $start ${run#"$base"/}: $2" >> "$failures"
     echo "noted against node $1, in $failures: $2"
 }
 
@@ -270,9 +271,9 @@ note_lost_nodes() {
 # Of the job, which is in the queue again.
 leave_out() {
     local own
-    own=$(scontrol show job "$SLURM_JOB_ID" | sed -nE 's/.*ExcNodeList=([^ ]+).*/\1/p' | head -n 1)
+    own=$(scontrol show job "$id" | sed -nE 's/.*ExcNodeList=([^ ]+).*/\1/p' | head -n 1)
     [ "$own" != "(null)" ] || own=
-    if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${own:+$own,}$1"; then
+    if scontrol update "JobId=$id" "ExcNodeList=${own:+$own,}$1"; then
         echo "the next start leaves out $1, which was noted twice within a week or computed wrongly ($failures)"
     fi
 }
@@ -293,9 +294,14 @@ pass_on() {
 begin() {
     code=0 told=0 ended=0 noted="" sizes=() of_size=() held=${SLURM_JOB_NODELIST:-} step=
     export GRAPPE_START=$((10 * ${SLURM_RESTART_COUNT:-0})) # and one more for each start within this one
-    job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
+    run=${files%/logs} id=$SLURM_JOB_ID chain=${SLURM_ARRAY_JOB_ID:-}
+    if [ -n "${1:-}" ]; then # a task of an array. Slurm takes the bare id of the last one for all of them
+        printf -v run "%s/$1-%04d" "$run" "$SLURM_ARRAY_TASK_ID"
+        id=${chain}_$SLURM_ARRAY_TASK_ID chain=
+    fi
+    log=$run/logs/job-$id.out job=${chain:-$id}
     first=$run/logs/job-$job.first
-    failures=${run%/*}/.failed-nodes log=$run/logs/job-$SLURM_JOB_ID.out nodes_file=$run/logs/job-$job.nodes
+    failures=$base/.failed-nodes nodes_file=$run/logs/job-$job.nodes
     log_size=$(stat -c %s "$log" 2>/dev/null || echo 0)
     export GRAPPE_FAILURE=$run/logs/job-$job.failed
     # srun of Slurm 22.05 and later does not take --cpus-per-task from the job by itself.
@@ -304,7 +310,7 @@ begin() {
         echo "$run is finished: nothing to do"
         end 0 # the file may be a link of somebody else's
     fi
-    if [ -z "${SLURM_ARRAY_JOB_ID:-}" ]; then
+    if [ -z "$chain" ]; then
         rm -f "$run/logs/job-$job.end" "$GRAPPE_FAILURE" "$run/logs/job-$job.why"
     elif [ -e "$GRAPPE_FAILURE" ]; then # a chain whose job failed by itself is over
         echo "an earlier job of this chain failed: nothing to do"
@@ -312,12 +318,12 @@ begin() {
     fi
     rm -f "$first"
     # The job before may have died without giving the run back: its lease ends a minute after its last sign of life.
-    while [ -n "${SLURM_ARRAY_JOB_ID:-}" ] && [ -e "$run/lease.json" ] &&
+    while [ -n "$chain" ] && [ -e "$run/lease.json" ] &&
         [ $(($(date +%s) - $(stat -c %Y "$run/lease.json"))) -lt 65 ]; do
         sleep 5
     done
     local submitted started
-    read -r submitted started < <(squeue -h -j "$SLURM_JOB_ID" -o "%V %S" 2>/dev/null)
+    read -r submitted started < <(squeue -h -j "$id" -o "%V %S" 2>/dev/null)
     if submitted=$(date -d "${submitted:-?}" +%s 2>/dev/null) && started=$(date -d "${started:-?}" +%s 2>/dev/null); then
         export GRAPPE_WAITED=$((started - submitted)) # seconds in the queue
     fi
@@ -352,26 +358,26 @@ finish() {
     elif [ "$resumes" = yes ] && [ "$code" -gt 128 ]; then
         again=yes
         # Three times at most; what Slurm ends itself, to requeue it, is no kill.
-        if [ "$code" != 140 ] && [ "$ended" = 0 ] && [ -z "${SLURM_ARRAY_JOB_ID:-}" ]; then
+        if [ "$code" != 140 ] && [ "$ended" = 0 ] && [ -z "$chain" ]; then
             note_kill
             [ "$(kills)" -le 3 ] || again=no
             note_death
         fi
     fi
     [ "$again" = yes ] || end "$code"
-    if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then # a chain: the next job goes on
+    if [ -n "$chain" ]; then # the next job goes on
         [ "$SLURM_ARRAY_TASK_ID" -ge "$SLURM_ARRAY_TASK_MAX" ] || exit "$code"
         end "$code"
     fi
     # A job that is being cancelled, or requeued by Slurm itself, is not running any more.
     if [ "$ended" = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$2" ] &&
-        [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
+        [ "$(squeue -h -j "$id" -o %T)" = RUNNING ]; then
         echo "back into the queue after restart ${SLURM_RESTART_COUNT:-0}, exit code $code"
         left_out=$(failed_nodes "$failures")
         rm -f "$nodes_file"
         trap - TERM
         [ -z "$left_out" ] || trap '' TERM # there are seconds left once it is in the queue
-        scontrol requeue "$SLURM_JOB_ID" || refused=$?
+        scontrol requeue "$id" || refused=$?
         # Slurm ends this script now, one process after the other: it leaves no exit code.
         # A code above 128: scontrol was ended first.
         if [ "$refused" = 0 ] || [ "$refused" -gt 128 ]; then
@@ -386,5 +392,5 @@ if [ "${BASH_SOURCE[0]}" = "$0" ]; then # on_each_node
     set -u
     "$@"
 else
-    begin
+    begin "$@"
 fi

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import fnmatch
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from rich.table import Table
 
@@ -32,11 +34,12 @@ ENDINGS = {
 }
 
 
-def record_job(run: Path, job: str, site: str, cost: str) -> None:
-    """Records in the run's folder that `job` was submitted for the run."""
-    line = {"job": job, "site": site, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "cost": cost}
-    with files.appender(run / "logs" / JOBS, IN_PART) as stream:
-        stream.write(json.dumps(line).encode() + b"\n")
+def record_job(run: Path, job: str, site: str, cost: str, tasks: Mapping[int, Path] = MappingProxyType({})) -> None:
+    """Records in the run's folder that `job` was submitted for the run; of an array also in the run of each task."""
+    for folder, name in ((run, job), *((task, f"{job}_{number}") for number, task in tasks.items())):
+        line = {"job": name, "site": site, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "cost": cost}
+        with files.appender(folder / "logs" / JOBS, IN_PART) as stream:
+            stream.write(json.dumps(line).encode() + b"\n")
 
 
 def nodes_to_leave_out(base: Path) -> dict[str, list[FailureNote]]:
@@ -65,16 +68,8 @@ def queue(base: Path) -> Table | str:
     for entry in entries:
         run = runs.get(entry.job.partition("_")[0])
         reason = entry.reason if entry.reason != "None" else ""
-        start = entry.start if entry.state == "PENDING" else ""
-        table.add_row(
-            entry.job,
-            str(run) if run else entry.name,
-            entry.state,
-            reason,
-            start.replace("T", " "),
-            entry.left,
-            entry.nodes,
-        )
+        start = entry.start.replace("T", " ") if entry.state == "PENDING" else ""
+        table.add_row(entry.job, str(run or entry.name), entry.state, reason, start, entry.left, entry.nodes)
     return table
 
 
@@ -96,7 +91,7 @@ def cancel(runs: Iterable[Path], *, dry_run: bool = False) -> list[str]:
 
 
 def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int:
-    """Waits for the end of a run's newest job, restarts included; returns the job's exit code.
+    """Waits for the end of a run's newest job, restarts included; returns the job's exit code, of an array the largest.
 
     Reads the run's folder each second, and queries Slurm each minute for jobs that could not write their exit code.
 
@@ -104,6 +99,12 @@ def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int
         ProcessDied: the job ended without an exit code, or Slurm killed it; the message gives the known reason.
     """
     job = job or newest_job(run)
+    if tasks := tasks_of(run, job):
+        codes = list[int]()
+        with contextlib.ExitStack() as waits:  # for all of them, also after an error
+            for task in tasks:
+                waits.callback(lambda task=task: codes.append(wait(task, query_every=query_every)))
+        return max(codes)
     exit_file = run / "logs" / f"job-{job}.end"
     queried = missed = 0.0
     while True:
@@ -128,6 +129,14 @@ def wait(run: Path, job: str = "", *, query_every: float = QUERY_SECONDS) -> int
                         f"job {job} of {run} is gone, and neither Slurm nor the run knows its end: grappe logs {run}"
                     )
         time.sleep(FILE_SECONDS)
+
+
+def tasks_of(run: Path, job: str) -> list[Path]:
+    """Finds the folders of the runs of an array's job; [] for any other job."""
+    folders = sorted(run.iterdir()) if run.is_dir() else []
+    return [
+        folder for folder in folders if any(str(record["job"]).startswith(f"{job}_") for record in submitted(folder))
+    ]
 
 
 def written_code(file: Path) -> int | None:
@@ -159,6 +168,8 @@ def log_files(run: Path) -> list[Path]:
         for name in fnmatch.filter(there, pattern)
         if files.kind(logs / name) in ("file", "link")  # a link is refused by name when it is read
     ]
+    if not paths and (tasks := tasks_of(run, newest_job(run) if submitted(run) else "")):
+        raise RunError(f"{run} is an array: name the run of a task, as {tasks[0]} (grappe runs --runs {run})")
     if not paths:
         waits = "; its job has not begun: grappe queue" if submitted(run) else ""
         raise RunError(f"{run} has no log{waits}")

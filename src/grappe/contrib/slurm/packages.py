@@ -204,13 +204,9 @@ def _message(missing: Mapping[str, re.Match[str]], house: Wheelhouse) -> str:
 
 # Modules whose package has another name, for those that are not installed here.
 RENAMED = {
-    "PIL": "pillow",
-    "bs4": "beautifulsoup4",
-    "cv2": "opencv-python",
-    "skimage": "scikit-image",
-    "sklearn": "scikit-learn",
-    "yaml": "pyyaml",
-}
+    "PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "skimage": "scikit-image",
+    "sklearn": "scikit-learn", "yaml": "pyyaml",
+}  # fmt: skip
 OPTIONAL = {"ImportError", "ModuleNotFoundError", "Exception"}
 
 

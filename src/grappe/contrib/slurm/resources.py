@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grappe import engines, sites
 from grappe.contrib.slurm import slurm
+from grappe.contrib.slurm.array import PLACE, TASK_ID, Array
 from grappe.contrib.slurm.script import resource_options, with_mps
 from grappe.errors import PlanError, UsageError
 from grappe.fields import NumberRange, split
@@ -52,15 +53,26 @@ class Submission:
     options: Options = dataclasses.field(default_factory=Options)
     """Options of a training."""
     job: JobOptions = dataclasses.field(default_factory=JobOptions)
+    array: Array | None = None
+    """The tasks of a job array; None: one job."""
+
+    @property
+    def fields_of_tasks(self) -> list[tuple[str, ...]]:
+        """The fields of each task of an array, or of the one job."""
+        tasks = self.array or Array(ids=(0,))
+        words = {number: tuple(text.replace(PLACE, str(number)) for text in self.fields) for number in tasks.ids}
+        return [(*fields, *tasks.words.get(number, ())) for number, fields in words.items()]
 
     @property
     def reference(self) -> TaskReference:
-        """Names the task with its fields."""
+        """Names the task with its fields, those of an array's first task."""
         assert self.task is not None
-        return TaskReference.of(self.task, split(self.fields))
+        return TaskReference.of(self.task, split(self.fields_of_tasks[0]))
 
 
-OF_SCRIPTS = ("env", "modules", "with_", "requirements", "wheels", "stage", "chain", "restarts", "doctor", "spare")
+OF_SCRIPTS = (
+    "env", "modules", "with_", "requirements", "wheels", "stage", "chain", "restarts", "doctor", "spare", "array",
+)  # fmt: skip
 """Fields of JobOptions that say what a job's script does."""
 
 
@@ -85,10 +97,26 @@ def jobs_of(submission: Submission) -> Iterator[Submission]:
             f"--spare is for trainings, which go on from a checkpoint: leave it out of {submission.command}"
         )
     sbatch.options(job)
+    _check_array(submission)
     if not job.gpus:
         yield submission
     for number in job.gpus:
         yield dataclasses.replace(submission, job=dataclasses.replace(job, gpus=(number,)))
+
+
+def _check_array(submission: Submission) -> None:
+    command, tasks, texts = submission.command, submission.array, (*submission.arguments, submission.data or "")
+    if tasks is None:
+        if any(PLACE in text for text in texts):
+            raise UsageError(f"{PLACE} is the id of a task of an array: give --array 1-20, or leave it out")
+        return
+    if command not in (TRAIN, LAUNCH, SCRIPT):
+        raise UsageError(f"--array is for train, launch and scripts, not for {command}: see grappe tune --jobs array")
+    if submission.job.chain:
+        raise UsageError("--chain: each task of an array requeues itself: leave it out, or --array")
+    alike = not tasks.words and not any(word in text for text in texts for word in (PLACE, TASK_ID))
+    if command == TRAIN and len(tasks.ids) > 1 and alike:
+        raise UsageError(f"the {len(tasks.ids)} tasks would train the same: write {PLACE}, the id, as in seed={PLACE}")
 
 
 def laid_out(submission: Submission) -> tuple[Layout, Site, Plan]:

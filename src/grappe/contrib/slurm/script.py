@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grappe.contrib.slurm import environment
+from grappe.contrib.slurm.array import PLACE, TASK_ID, Array
 from grappe.contrib.slurm.environment import Pack, Packages
 from grappe.errors import UsageError
 from grappe.errors.foreign_text import printable
@@ -44,7 +45,9 @@ class Script:
     task: tuple[str, ...]
     """The task's name and its fields, for the doctor; empty without a task."""
     run: Path
-    """The run's folder, or the folder of a job that is no training."""
+    """The run's folder, the folder of a job that is no training, or that of an array's runs."""
+    array: Array | None = None
+    """The tasks of a job array, a run each; None: one job."""
     folder: Path
     """The folder of submission, in which the job runs."""
     data: str
@@ -80,6 +83,12 @@ class Script:
         return self.job.name or self.run.name[:64]
 
     @property
+    def cost(self) -> str:
+        """The job's maximal cost in words, of an array that of each task."""
+        tasks = f", for each of {len(self.array.ids)} tasks" if self.array else ""
+        return f"{cost(self.site, self.layout)}{tasks}"
+
+    @property
     def environment(self) -> str:
         """The kind of environment, its folder or its image: the user's, or else the site's."""
         return self.job.env or self.site.job.environment
@@ -109,13 +118,18 @@ def render(script: Script) -> str:
     for word in (*script.arguments, *script.task, *map(str, paths), script.data, script.job.env):
         if printable(word, len(word)) != word:
             raise UsageError(f"{word!r} has a line break or another unprintable character in it: leave it out")
+    tasks = script.array
     start = [
         "set -u",
         f"cd -- {shlex.quote(str(script.folder))} || exit 1",
         f"run={shlex.quote(str(script.run))}",
         "# Passes signals on to the processes, puts the job back into the queue: grappe submit writes the file.",
-        f'source "$run/logs/{FUNCTIONS.name}" || exit 1',
+        *(["# From here on $run is the run of the task."] if tasks else []),
+        f'source "$run/logs/{FUNCTIONS.name}"{f" {tasks.name}" if tasks else ""} || exit 1',
     ]
+    if tasks and tasks.words:
+        cases = (f"    {number}) words=({' '.join(command_words(words))}) ;;" for number, words in tasks.words.items())
+        start += [f"case ${TASK_ID} in", *cases, "esac"]
     sections = ([_head(script)], start, _environment(script), _steps(script))
     return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
 
@@ -182,7 +196,7 @@ def check_name(name: str) -> None:
 
 
 def _head(script: Script) -> str:
-    site, layout = script.site, script.layout
+    site, layout, tasks = script.site, script.layout, script.array
     nodes = layout.most_nodes - layout.spare
     per_node = script.plan.processes // nodes if script.kind == LAUNCH else layout.processes  # one task starts them
     counts = (NumberRange(layout.nodes * per_node, nodes * per_node), NumberRange(layout.nodes, nodes))
@@ -192,16 +206,17 @@ def _head(script: Script) -> str:
     notes = [f"Made by: {script.command}"] if script.command else []
     notes += [f"{site.title}. {text}, plan: {script.plan}" if str(script.plan) else f"{site.title}. {text}"]
     chain = script.job.chain or 1
-    notes += [f"{cost(site, layout)}{f', {chain} times' if chain > 1 else ''}"]
+    notes += [f"{script.cost}{f', {chain} times' if chain > 1 else ''}"]
     notes += [note for note in (script.torch, script.time_note) if note]
     marks = [mark for mark in site.unconfirmed.items() if not mark[0].startswith(("storage", "slice"))]
     notes += [f"Unconfirmed, {fact}: {why}" for fact, why in marks]
     options = [f"--job-name={script.name}", *resource_options(site, layout, script.job.account)]
     options += [
         *([f"--signal=B:USR2@{notice(layout.seconds)}"] if script.saves else []),
-        f"--output={script.run}/logs/job-%j.out",
+        f"--output={script.run}/{f'{tasks.name}-%4a/logs/job-%A_%a' if tasks else 'logs/job-%j'}.out",
         "--open-mode=append",
-        f"--array=1-{script.job.chain}%1" if script.job.chain else "--requeue",
+        *([f"--array={tasks}"] if tasks else []),
+        f"--array=1-{script.job.chain}%1" if script.job.chain else "--requeue" if site.job.requeue else "--no-requeue",
         # Of such a job Slurm does not requeue what lost its first node, where the script runs: others do not risk it.
         *(["--no-kill"] if layout.spare else []),
     ]
@@ -273,6 +288,7 @@ def _steps(script: Script) -> list[str]:
     python = '"${python[@]}"' if kind.startswith("conda:") or kind.endswith(IMAGES) else '"$python"'
     srun, gpus = "srun --kill-on-bad-exit=1 --wait=60", " --gpu-bind=none" if script.layout.gpus else ""
     lines, plan = [], literal(str(script.plan))
+    own_words = ['"${words[@]}"'] if script.array and script.array.words else []  # of each task
     if script.layout.sizes:
         srun, plan = f'{srun} "${{of_size[@]}}"', '"$plan"'
         lines.append("# The plan for each number of nodes: processes, plan. The batch is the same.")
@@ -281,7 +297,7 @@ def _steps(script: Script) -> list[str]:
         lines.append(f"fit {script.layout.spare}")
     if script.job.doctor:
         words = ["--script", literal(script.arguments[0])] if script.kind == SCRIPT else command_words(script.task)
-        line = " ".join([f"step {srun} {python} -m grappe doctor", *words])
+        line = " ".join([f"step {srun} {python} -m grappe doctor", *words, *own_words])
         lines.append(f'{line} --job --plan {plan} --runs "$run"')
     if script.kind == SCRIPT:
         lines.append("process() {")
@@ -294,6 +310,7 @@ def _steps(script: Script) -> list[str]:
         lines += ["}", f"on_each_process{gpus}"]
     else:
         words = list(command_words(script.arguments))
+        words[2:2] = own_words
         if script.layout.sizes:
             end = words.index("--") if script.kind == LAUNCH else len(words)
             at = words.index("--plan") if "--plan" in words[:end] else end
@@ -308,7 +325,7 @@ def _steps(script: Script) -> list[str]:
     return [*lines, f"finish {script.kind} {script.job.restarts}"]
 
 
-VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
+VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})|" + re.escape(PLACE))
 OF_ONE_PROCESS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "RANK", "LOCAL_RANK")
 EMPTY = "is empty on this node, and an argument of the job needs it"
 
@@ -319,14 +336,14 @@ def literal(word: str) -> str:
 
 
 def expanded(word: str) -> str:
-    """Quotes a word for bash, except `$NAME` and `${NAME}`, which bash expands; an empty variable ends the shell.
+    """Quotes a word for bash, but for `$NAME`, `${NAME}` and PLACE: bash expands them, and ends if one is empty.
 
     All else that bash would take for code stays text: `$(…)`, quotes, semicolons.
     """
     pieces, at = [], 0
     for match in VARIABLE.finditer(word):
         pieces += [literal(word[at : match.start()])] if match.start() > at else []
-        pieces.append(f'"${{{match[1] or match[2]}:?{EMPTY}}}"')
+        pieces.append(f'"${{{match[1] or match[2] or TASK_ID}:?{EMPTY}}}"')
         at = match.end()
     if at < len(word) or not pieces:
         pieces.append(literal(word[at:]))

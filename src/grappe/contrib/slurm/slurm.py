@@ -26,6 +26,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 REMEDIES = {
     "accounting/qos policy": "you have as many jobs as you may, or this one is too large or too long for your account "
     "or queue: wait, or ask for less with --time, --nodes or --mem",
+    "job array specification": "the ids of an array are below MaxArraySize (scontrol show config): give smaller ones",
     "account": "give another --account: `sacctmgr show assoc user=$USER format=account` lists yours",
     "time limit": "ask for less with --time: the job saves before its end and is continued by itself",
     "node configuration is not available": "no node has so many GPUs or cores, or so much memory: "
@@ -160,9 +161,10 @@ def remedy(refusal: str) -> str:
 SQUEUE_FORMAT = "%i|%j|%T|%r|%S|%L|%D"
 
 
-def queue(jobs: Iterable[str] | None = None) -> list[Entry]:
-    """Lists the user's jobs in the queue, or the ones of `jobs` that are still in it; one query."""
+def queue(jobs: Iterable[str] | None = None, *, expand: bool = False) -> list[Entry]:
+    """Lists the user's jobs in the queue, or those of `jobs`, with `expand` each task of an array; one query."""
     which = ("--me",) if jobs is None else (f"--jobs={','.join(jobs)}",)
+    which += ("--array",) if expand else ()
     try:
         text = run("squeue", "--noheader", *which, "--format", SQUEUE_FORMAT)
     except SlurmError as error:

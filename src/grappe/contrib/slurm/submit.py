@@ -16,13 +16,14 @@ from pathlib import Path
 
 from grappe import engines, extensions, finder
 from grappe.contrib.slurm import slurm
+from grappe.contrib.slurm.array import Array
 from grappe.contrib.slurm.environment import MADE_ON_NODES
 from grappe.contrib.slurm.forecast import with_time
-from grappe.contrib.slurm.jobs import FAILED_NODES, nodes_to_leave_out, record_job
+from grappe.contrib.slurm.jobs import FAILED_NODES, nodes_to_leave_out, record_job, submitted
 from grappe.contrib.slurm.pack import PACK, UV, make_pack, pack_of
 from grappe.contrib.slurm.packages import imported, job_packages, torch_of
 from grappe.contrib.slurm.resources import ON_CPU, Submission, jobs_of, laid_out, without_options
-from grappe.contrib.slurm.script import FUNCTIONS, Script, check_name, cost, notice, render
+from grappe.contrib.slurm.script import FUNCTIONS, Script, check_name, notice, render
 from grappe.errors import GrappeError, RunError, TaskError, UsageError
 from grappe.errors.causes import unfit_packages
 from grappe.fields import NumberRange, split
@@ -96,7 +97,7 @@ def submit_all(
             run=script.run,
             job="" if show else _send(script, text),
             text=text,
-            cost=cost(script.site, script.layout),
+            cost=script.cost,
             note=script.unchecked,
             warnings=script.warnings,
             time_note=script.time_note,
@@ -114,7 +115,7 @@ def judged(submission: Submission) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="grappe-submit-") as folder:
             file = Path(folder) / "job.sh"
             file.write_text(render(script))
-            yield f"{slurm.submit(file, test_only=True) or 'sbatch would take it'}; {cost(script.site, script.layout)}"
+            yield f"{slurm.submit(file, test_only=True) or 'sbatch would take it'}; {script.cost}"
             if script.time_note:
                 yield script.time_note
 
@@ -125,13 +126,16 @@ def _send(script: Script, text: str) -> str:
     absent = [folder for folder in (script.run, *script.run.parents) if not folder.exists()]
     new = not (script.run / DESCRIPTION).exists()
     strangers = [entry.name for entry in script.run.iterdir() if entry.name != "logs"] if script.run.is_dir() else []
-    if new and strangers:
+    tasks = script.array.folders(script.run) if script.array else {}
+    with_runs = script.array and (script.array.words or submitted(script.run))
+    if new and strangers and not with_runs:
         raise RunError(f"{script.run} holds {strangers[0]} and is not a run: give an empty or a new folder")
     try:
-        script.run.mkdir(parents=True, exist_ok=True)
-        files.make_folder(logs)
-        for written in (logs / "killed", script.run.parent / FAILED_NODES):  # by the script itself
-            files.refuse_link(written)
+        files.refuse_link(script.run.parent / FAILED_NODES)  # which the script itself writes, as "killed"
+        for folder in (script.run, *tasks.values()):
+            folder.mkdir(parents=True, exist_ok=True)
+            files.make_folder(folder / "logs")
+            files.refuse_link(folder / "logs" / "killed")
         numbers = [int(match[1]) for name in files.names(logs) if (match := SCRIPT_FILE.fullmatch(name))]
         file = logs / f"submit-{max(numbers, default=0) + 1}.sh"
         files.replace(file, text.encode(), IN_PART)
@@ -158,10 +162,10 @@ def _send(script: Script, text: str) -> str:
                 files.remove(logs / FUNCTIONS.name, IN_PART)
                 if script.packages is not None:
                     files.remove_tree(logs / script.packages.folder_name, IN_PART)
-        for folder in (logs, *absent):
+        for folder in (*(each for task in tasks.values() for each in (task / "logs", task)), logs, *absent):
             files.remove_empty(folder)
         raise
-    record_job(script.run, job, script.site.name, cost(script.site, script.layout))
+    record_job(script.run, job, script.site.name, script.cost, tasks)
     return job
 
 
@@ -196,6 +200,7 @@ def job_script(submission: Submission, *, show: bool = False) -> Script:
         raise UsageError(f"--stage={job.stage}: there is no such archive")
     if not show:
         slurm.check_controller()  # before pip is asked, which may take minutes
+    tasks, notes = _tasks(submission, run, site, show=show)
     content, note = job_packages(submission, site, plan, show=show)
     env = _environment(job.env)
     pack = pack_of(env, site, job.modules, run.parent, show=show)
@@ -218,13 +223,14 @@ def job_script(submission: Submission, *, show: bool = False) -> Script:
             env=env,
             wheels=job.wheels and job.wheels.absolute(),
             stage=job.stage and job.stage.absolute(),
-            chain=job.chain or (0 if site.job.requeue else 1),  # a chain of one does not requeue
+            chain=job.chain or (0 if site.job.requeue or tasks else 1),  # a chain of one does not requeue
             sbatch=(*job.sbatch, *([f"--exclude={','.join(failed)}"] if failed else [])),
         ),
         kind=submission.command,
         arguments=_arguments(submission, plan, run),
         task=() if submission.task is None else (submission.task, *fields),
         run=run,
+        array=tasks,
         folder=Path.cwd(),
         data=submission.data or ("" if submission.command != TRAIN else os.environ.get("GRAPPE_DATA", "data")),
         python=sys.executable,
@@ -233,7 +239,7 @@ def job_script(submission: Submission, *, show: bool = False) -> Script:
         saves=saves,
         packages=content,
         pack=pack,
-        command=shlex.join(_command(submission, site, run)),
+        command="" if tasks and tasks.words else shlex.join(_command(submission, site, run)),
         time_note=time_note,
         unchecked=note,
         foreseen=foreseen,
@@ -243,7 +249,40 @@ def job_script(submission: Submission, *, show: bool = False) -> Script:
         f"{notes[-1].evidence} ({run.parent / FAILED_NODES})"
         for node, notes in failed.items()
     ]
-    return dataclasses.replace(script, torch=torch_of(script), warnings=(*left_out, *_warnings(script)))
+    return dataclasses.replace(script, torch=torch_of(script), warnings=(*notes, *left_out, *_warnings(script)))
+
+
+def _tasks(submission: Submission, run: Path, site: Site, *, show: bool) -> tuple[Array | None, list[str]]:
+    """Returns the tasks of an array that are not finished, with notes for the user; None: one job, or a chain.
+
+    Raises:
+        RunError: all are finished.
+        UsageError: there are more than the site lets a user have.
+    """
+    tasks, most, chain = submission.array, site.ask.max_jobs, submission.job.chain
+    if tasks is None:
+        if most and chain > most:
+            raise UsageError(f"--chain={chain}: {site.name} lets a user have {most} jobs: use fewer")
+        return None, []
+    if (run / DESCRIPTION).exists():
+        raise RunError(f"{run} is a run, and an array has a folder of runs: give another with --run")
+    done = tuple(number for number, folder in tasks.folders(run).items() if (folder / DONE).exists())
+    left = dataclasses.replace(tasks, ids=tuple(number for number in tasks.ids if number not in done))
+    if not left.ids:
+        raise RunError(f"all tasks of {run} are finished: nothing to submit. Give another folder with --run")
+    queued = len(slurm.queue(expand=True)) if most and not show else 0
+    if most and len(left.ids) > most - queued:
+        do = "give fewer --trials" if tasks.words else "submit fewer ids, and the others with the same --run later"
+        raise UsageError(
+            f"--array={left}: {len(left.ids)} tasks are as many jobs, whatever % says. Of {most} that a user may have "
+            f"on {site.name}, at most {most - queued} are free: {do}"
+        )
+    notes = [f"finished tasks are left out: {dataclasses.replace(tasks, ids=done, at_once=None)}"] if done else []
+    if not site.job.requeue:
+        notes.append(
+            f"no job of {site.name} requeues itself: with --run {run} the same again submits what is not finished"
+        )
+    return left, notes
 
 
 def _warnings(script: Script) -> Iterator[str]:
@@ -302,7 +341,6 @@ def _check_task(submission: Submission, plans: Iterable[Plan], *, existing: bool
     if submission.task is None:
         return
     finder.check_name(submission.task)
-    texts = split(submission.fields)
     try:
         import torch  # noqa: F401
 
@@ -311,10 +349,11 @@ def _check_task(submission: Submission, plans: Iterable[Plan], *, existing: bool
         if existing:
             raise
         return
-    if submission.command == TUNE:
-        extensions.module(TUNE, "space").read_space(task, texts)
-    else:
-        finder.make(task, texts)
+    for fields in submission.fields_of_tasks:
+        if submission.command == TUNE:
+            extensions.module(TUNE, "space").read_space(task, split(fields))
+        else:
+            finder.make(task, split(fields))
     if existing:
         # Variables of the node's are expanded there.
         for size in plans:
@@ -377,11 +416,12 @@ def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]
     added: tuple[str, ...] = ()
     if submission.command == TUNE and submission.study is None:
         added = ("--study", str(run / "study"))  # with which a restarted job goes on
+    array = submission.array
+    if submission.command == LAUNCH and (submission.run is None or array) and not _spreader(submission):
+        rest = without_options(submission.arguments, ("--run",))
+        submission = dataclasses.replace(submission, arguments=("--run", "$run" if array else str(run), *rest))
     if submission.command == TRAIN:
         given_again = OWN_OPTIONS
-    elif submission.command == LAUNCH and submission.run is None and not _spreader(submission):
-        words = ("--run", str(run), *submission.arguments)
-        return _arguments(dataclasses.replace(submission, run=run, arguments=words), plan, run)
     elif len(submission.plans) == 1 and submission.command not in ON_CPU and plan != Plan.parse(submission.plans[0]):
         given_again = ("--plan",)  # --gpus has changed it
     else:

@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
@@ -39,6 +39,8 @@ class TrialJobOptions(JobOptions):
 
     time: Annotated[str | None, Parameter(name=TIME)] = None
     """Time limit of each trial's job: 90m, 3h, 1-00:00:00. Default: 1 h."""
+    array: Annotated[Literal["array"] | None, Parameter(name="--jobs")] = None
+    """array: all trials are tasks of one job array, --parallel at a time; random or grid. Default: a job each."""
 
 
 NO_JOB = TrialJobOptions()
@@ -64,6 +66,7 @@ def tune(
         grappe tune digits lr=0.01..1:log batch_size=32,64 --parallel 2
         grappe tune digits lr=0.1,0.2 epochs=3 --sampler grid --study runs/digits-lr
         grappe tune digits lr=0.001..3:log epochs=9 --halving 3 --trials 27
+        grappe tune digits seed=1,2,3 --sampler grid --site narval --jobs array --parallel 4
         grappe tune --study runs/digits-lr --dry-run   its table, also while it runs
 
     Kill it whenever you like: the same command, with --study, goes on.
@@ -84,7 +87,7 @@ def tune(
     fields_of_job = (field for field in dataclasses.fields(job) if field.name != "runs")
     changed = [field.name for field in fields_of_job if getattr(job, field.name) != field.default]
     if job.site is None and changed:
-        option = TIME if changed[0] == "time" else f"--{changed[0].strip('_').replace('_', '-')}"
+        option = {"time": TIME, "array": "--jobs"}.get(changed[0], f"--{changed[0].strip('_').replace('_', '-')}")
         raise UsageError(f"{option} is of Slurm jobs: give --site too, for trials as jobs")
     texts = split(fields) if dry_run else preflight([plan], task, fields)
     from grappe.contrib.tune import tune as verb

@@ -18,6 +18,7 @@ from typing import Literal
 from grappe import errors
 from grappe.checkpoint.lease import Lease
 from grappe.contrib.slurm import jobs, slurm
+from grappe.contrib.slurm.array import Array
 from grappe.contrib.slurm.resources import Submission
 from grappe.contrib.slurm.submit import submit_all
 from grappe.contrib.tune.study import run_folder
@@ -179,7 +180,7 @@ ENDED_STATES = ("COMPLETING", *slurm.ENDED)
 
 
 class SlurmTrainings:
-    """Trains each trial as a job; at most `parallel` are in the queue.
+    """Trains each trial as a job; at most `parallel` are in the queue, or run at a time as tasks of an array.
 
     A job is recognised by its name, which is made of the study's and the trial's: so also a job whose submission this
     process, or one that was killed before it, could not record. Of two jobs of one name Slurm lets the second wait for
@@ -196,9 +197,10 @@ class SlurmTrainings:
         self._study = study = study.resolve()  # one study has one name, by whatever link
         key = hashlib.sha256(str(study).encode()).hexdigest()[:8]
         self._prefix = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', study.name)[:40]}-{key}-"
-        self._name = re.compile(re.escape(self._prefix) + r"(\d{1,9})", re.ASCII)
+        self._name = re.compile(re.escape(self._prefix) + r"(?:(\d{1,9}) .*|array \d+_(\d+))", re.ASCII)
         self._options, self._parallel = options, parallel
         self._jobs: dict[int, str] = {}
+        self._drawn: dict[int, Request] = {}
         self._missing: dict[int, float] = {}
         self._queue: dict[int, slurm.Entry] = {}
         self._queried = self._read = 0.0
@@ -207,7 +209,7 @@ class SlurmTrainings:
 
     @property
     def running(self) -> frozenset[int]:
-        return frozenset(self._jobs)  # which may pend
+        return frozenset(self._jobs.keys() | self._drawn.keys())  # which may pend
 
     def interrupt(self) -> None:
         self._leaving = True
@@ -226,11 +228,22 @@ class SlurmTrainings:
             self._jobs[number] = job
             return
         busy = self._jobs.keys() | self._queue.keys()
-        if len(busy) >= self._parallel:
+        if not self._options.array and len(busy) >= self._parallel:
             raise NotNow(f"{len(busy) - len(self._jobs)} jobs of earlier trials are in the queue still")
         if self._refusal:
             raise NotNow(self._refusal)
-        fields = tuple(f"{name}={text}" for name, text in request.task.texts.items())
+        self._drawn[number] = request
+        if not self._options.array:  # an array has all those that are drawn in one round
+            self._submit()
+
+    def _submit(self) -> None:
+        """Submits the drawn trial's job, or the array of several; NotNow: they are to be drawn again."""
+        drawn, self._drawn = self._drawn, {}
+        number, request = next(iter(drawn.items()))
+        texts = {each: request.task.texts for each, request in drawn.items()}
+        words = {each: tuple(f"{name}={text}" for name, text in fields.items()) for each, fields in texts.items()}
+        array = Array(ids=tuple(sorted(drawn)), at_once=self._parallel, words=words) if self._options.array else None
+        fields, name = ((), "array") if array else (words[number], f"{number:04d}")
         waits = ",".join(filter(None, [self._options.dependency, "singleton"]))
         submission = Submission(
             command=TRAIN,
@@ -238,10 +251,11 @@ class SlurmTrainings:
             arguments=(request.task.name, *fields, *option_words(request.options)),
             plans=(str(request.plan),),
             fields=fields,
-            run=request.run,
+            run=self._study if array else request.run,
             data=str(request.data),
             options=request.options,
-            job=dataclasses.replace(self._options, name=f"{self._prefix}{number:04d}", dependency=waits),
+            job=dataclasses.replace(self._options, name=f"{self._prefix}{name}", dependency=waits, array=None),
+            array=array,
         )
         try:
             [submitted] = submit_all([submission])
@@ -251,10 +265,13 @@ class SlurmTrainings:
                 raise
             self._refusal = f"sbatch takes no more jobs now: {first_line(error)}"
             raise NotNow(self._refusal) from error
-        self._jobs[number] = submitted.job
+        self._jobs |= {each: f"{submitted.job}_{each}" if array else submitted.job for each in drawn}
 
     def poll(self, timeout: float) -> list[TrialEnd]:
         until = time.monotonic() + timeout
+        if self._drawn and not self.signals.received:
+            with contextlib.suppress(NotNow):
+                self._submit()
         while not (self.signals.received or self._leaving):
             now = time.monotonic()
             if now - self._queried >= jobs.QUERY_SECONDS:
@@ -273,18 +290,21 @@ class SlurmTrainings:
             if now >= until:
                 return []
             time.sleep(SLICE_SECONDS)
-        left, self._jobs = list(self._jobs), {}
+        left, self._jobs, self._drawn = list(self.running), {}, {}
         return [TrialEnd(number=number, outcome="stopped") for number in left]
 
     def _query(self) -> None:
         """Asks Slurm for the study's jobs: one query for all. If a trial has two jobs, one is cancelled."""
         self._queried, self._refusal = time.monotonic(), ""  # sbatch is asked again, too
-        entries = [(int(match[1]), entry) for entry in slurm.queue() if (match := self._name.fullmatch(entry.name))]
+        named = [(self._name.fullmatch(f"{entry.name} {entry.job}"), entry) for entry in slurm.queue(expand=True)]
+        entries = [(int(match[1] or match[2]), entry) for match, entry in named if match]
         queued, followed = {_id(entry) for _, entry in entries}, self._jobs.values()
         missing = [number for number, job in self._jobs.items() if job not in queued]
         self._missing = {number: self._missing.get(number, self._queried) for number in missing}
         self._queue.clear()
-        for number, entry in sorted(entries, key=lambda pair: (_id(pair[1]) not in followed, int(_id(pair[1])))):
+        for number, entry in sorted(
+            entries, key=lambda pair: (_id(pair[1]) not in followed, int(pair[1].job.partition("_")[0]))
+        ):
             if not self._over(number, entry) and self._queue.setdefault(number, entry) is not entry:
                 slurm.cancel([_id(entry)])
         reasons = collections.Counter(entry.reason for entry in self._queue.values() if entry.state == "PENDING")
@@ -343,5 +363,5 @@ class SlurmTrainings:
 
 
 def _id(entry: slurm.Entry) -> str:
-    """A job's number, without its place in an array."""
-    return entry.job.partition("_")[0]
+    """A job's number, without its place in a chain."""
+    return entry.job if entry.name.endswith("-array") else entry.job.partition("_")[0]

@@ -121,6 +121,7 @@ def search(
     else:
         trainings = LocalTrainings(parallel=parallel, limited=options.time_limit is not None, plans=plans)
     total = definition.trials
+    parallel = total if jobs is not None and jobs.array else parallel  # Slurm holds back an array's tasks
     return study, Coordinator(study, request, trainings, parallel=parallel, total=total, watch=watch).run()
 
 
@@ -144,6 +145,11 @@ def checked_search(
     space, fixed = spaces.read_space(type(task_reference.resolve()), texts)
     task_reference = with_fields(task_reference, fixed)
     axis = space.get(spaces.PLAN)
+    if jobs is not None and jobs.array and (search_options.sampler == "tpe" or search_options.halving or axis):
+        raise UsageError(
+            "--jobs array draws all trials before the first has a result, and has one plan: give --sampler random or "
+            "grid, and neither --halving nor plan="
+        )
     plans = [Plan.parse(text) for text in axis.texts] if isinstance(axis, spaces.Choices) else [plan]
     if plans != [plan] and str(plan):
         raise UsageError(f"--plan {plan}: the search varies the plan: leave --plan out, and write it into each")

@@ -23,7 +23,7 @@ from grappe.errors.foreign_text import entries, html_text, number, objects, prin
 from grappe.language import catalogue_of, chosen_language, translated
 from grappe.launch import files
 from grappe.training.job_records import failure_notes
-from grappe.training.run import CODE, SCORES, USAGE, Run
+from grappe.training.run import CODE, SCORES, USAGE, Run, all_runs
 from grappe.words import plan_name
 
 NAME = "report.html"
@@ -98,7 +98,7 @@ def gather(
             content = _read_measurement(place)
             (searches if content["kind"] == "lr-find" else measurements).append(content)
         else:
-            runs.append(Run(place))
+            runs += [Run(place)] if Run.is_run(place) else all_runs(place) or [Run(place)]
     results = compared(runs)
     gathered = [_run(run, row) for run, row in zip(runs, results["rows"], strict=True)]
     for run, entry in zip(runs, gathered, strict=True):
