@@ -6,8 +6,8 @@ from grappe import sites
 from grappe.foresight.devices import LEAST, OF_BANDWIDTH, OF_PEAK, device_named, devices
 from grappe.foresight.trace import Operator
 
-WITHOUT = {"A100, 64 GB", "GH200, 96 GB", "H100, 64 GB", "H100, 94 GB"}
-"""Kinds of A100 and H100 that one site has, and GH200, of which no data sheet was read."""
+WITHOUT = {"A100, 64 GB", "H100, 64 GB", "H100, 94 GB"}
+"""Kinds of A100 and H100 that one site has, of which no data sheet was read."""
 
 
 def test_each_sites_gpu_has_a_data_sheet_or_is_known_to_have_none() -> None:
