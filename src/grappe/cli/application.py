@@ -73,7 +73,7 @@ USAGE = Parameter(
 )
 """Settings of every option: an empty default is not shown, a switch has no --no-NAME, a list no --empty-NAME."""
 GROUPS = {
-    "Train": ("train", "launch", "tune", "drill", "verify"),
+    "Train": ("train", "launch", "tune", "drill", "verify", "tour"),
     "Look at runs": ("runs", "follow", "report", "curves", "prune"),
     "Choose a plan, a learning rate": ("foresee", "measure", "lr-find", "engines", "tasks", "gpus"),
     "Data": ("fetch", "data"),
