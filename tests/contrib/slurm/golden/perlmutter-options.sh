@@ -3,7 +3,7 @@
 # Perlmutter, NERSC. 4 processes on 1 node, plan: replicate=4
 # 4 GPUs for at most 00:30:00: 2 GPU-hours, 0.5 node-hours
 # Unconfirmed, ask.gpu_cores: the scheduler's message in shared, as a user has it of 2025-11
-# Unconfirmed, charge.gpu: the unit is documented; that a part of a node costs its share is inferred
+# Unconfirmed, charge.gpu: the unit is documented; the price of a part of a node is inferred
 # Unconfirmed, charge.cores_per_unit: inferred: the share of a node
 # Unconfirmed, detect: from memory
 # Unconfirmed, queue: the limits are from memory: see docs.nersc.gov/jobs/policy
