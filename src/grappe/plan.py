@@ -326,8 +326,8 @@ NO_KEYS = {
     ),
     **dict.fromkeys(
         ("precision=int8", "precision=int4"),
-        "weights of 8 bits are for a trained model, by grappe export RUN --out FOLDER --weights int8, and of 4 bits "
-        "not there; train with precision=bf16 or fp16",
+        "train with precision=bf16 or fp16; grappe export RUN --out FOLDER --weights int8 writes a trained model in 8 "
+        "bits; 4 bits are not there",
     ),
     **dict.fromkeys(
         ("batch", "batch_size", "epochs", "lr", "seed"),

@@ -69,7 +69,7 @@ def tune(
         grappe tune digits seed=1,2,3 --sampler grid --site narval --jobs array --parallel 4
         grappe tune --study runs/digits-lr --dry-run   its table, also while it runs
 
-    Kill it whenever you like: the same command, with --study, goes on.
+    You may kill it at any moment: the same command, with --study, continues it.
 
     Args:
         task: A shipped task, path/to/file.py[:Name], or package.module:Name.
