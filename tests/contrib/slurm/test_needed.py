@@ -35,6 +35,14 @@ def test_the_users_request_wins_over_what_was_read(tmp_path: Path) -> None:
     assert found == ["pandas", "Scikit_Learn==1.5", "torch==2.11.0"]
 
 
+@pytest.mark.parametrize("run", [None, Path("runs/new")])
+def test_a_launched_script_has_its_packages_too(run: Path | None, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch, timm, yaml")
+    launched = Submission(command="launch", arguments=("--plan", "replicate=2", "--", str(script)), run=run)
+    assert requirements(launched) == ["PyYAML", "timm"]
+
+
 @pytest.mark.parametrize("text", ["a b", "-r x", "--index-url=x", "a;b", "git+https://x", "../x", "$(x)", "", "a=1"])
 def test_what_is_no_package_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--with"):

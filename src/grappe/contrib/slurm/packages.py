@@ -328,11 +328,11 @@ def requirements(submission: Submission) -> list[str]:
         version = OF_TORCH.match(text)
         if version and tuple(map(int, filter(None, version.groups()))) < TORCH:
             raise UsageError(f"--{option} {text}: grappe takes torch from 2.8 on: name such a version, or leave it out")
-    if task is None and submission.run is not None:
+    if task is None and submission.file is None and submission.run is not None:
         name = str(Run(submission.run).read_description().get("task") or "")
         task = None if name.startswith("__main__") else name  # a notebook's module
     read = packages_of_task(task) if task else []
-    read += packages_of_file(submission.script) if submission.script else []
+    read += packages_of_file(submission.file) if submission.file else []
     asked = {_plain(requirement) for requirement in job.with_}
     own = {_plain(requirement) for requirement in _own(())} | {"grappe"}
     lines = [requirement for requirement in dict.fromkeys(read) if _plain(requirement) not in asked | own]

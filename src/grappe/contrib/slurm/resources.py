@@ -57,6 +57,11 @@ class Submission:
     """The tasks of a job array; None: one job."""
 
     @property
+    def file(self) -> Path | None:
+        """The user's script that the job, or launch in it, runs; None: a task."""
+        return Path(self.arguments[self.arguments.index("--") + 1]) if self.command == LAUNCH else self.script
+
+    @property
     def fields_of_tasks(self) -> list[tuple[str, ...]]:
         """The fields of each task of an array, or of the one job."""
         tasks = self.array or Array(ids=(0,))

@@ -325,9 +325,7 @@ def _folder(submission: Submission) -> Path:
         return folder
     if run is not None:
         Run(run)
-    name = submission.job.name or (submission.script.name if submission.script else submission.command)
-    if submission.command == LAUNCH and not submission.job.name:
-        name = Path(submission.arguments[submission.arguments.index("--") + 1]).name
+    name = submission.job.name or (submission.file.name if submission.file else submission.command)
     check_name(name)
     return new_folder(base, name).absolute()
 
@@ -405,8 +403,7 @@ def _spreader(submission: Submission) -> str:
     if submission.command != LAUNCH:
         return ""
     launch = extensions.module("script", "launch")
-    script = Path(submission.arguments[submission.arguments.index("--") + 1])
-    return launch.spreader(set(launch.imports_of(launch.parsed(script))))
+    return launch.spreader(set(launch.imports_of(launch.parsed(submission.file))))
 
 
 def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]:
