@@ -116,7 +116,7 @@ class Journal:
 
 
 def draw(search: SearchDefinition, trials: Sequence[Trial]) -> dict[str, str]:
-    """Draws the next trial's fields, by the search, its seed and the results so far; untried ones while any are left."""
+    """Draws the next trial's fields, by the search, its seed and earlier results; untried ones while any are left."""
     space, number = of_texts(search.space), len(trials)
     if search.sampler == "grid":
         return grid(space)[number]
