@@ -132,8 +132,8 @@ def foreseen_limits() -> str:
     too_big = ", ".join(f"{ran} of {len(cells)} at {float(share):.0%}" for share, ran in small)
     return "\n".join(
         [
-            f"Of {len(cells)} plans called fitting, {failed} failed. Called too big, and ran: {too_big} of what they "
-            "are taken to need.",
+            f"Of {len(cells)} plans called fitting, {failed} failed. With less memory than they were said to need, "
+            f"these ran: {too_big} of it.",
             "",
             *lines,
         ]

@@ -66,6 +66,18 @@ RESULTS += (
     "best: trial {number}, loss {number2}, {folder}",
     "validation {score}",
     "validation loss",
+    "training {score}",
+    "training loss",
+    "field {name}: {value} -> {value2}",
+    "plan: {plan} -> {plan2}",
+    "processes: {number} -> {number2}",
+    "threads: {number} -> {number2}",
+    "device: {name} -> {name2}",
+    "dataset: {name} -> {name2}",
+    "restart {number} at step {step}: {change}",
+    "step {number} ({parts})",
+    "no Slurm here: {why}",
+    "folders without a picture {number} ({name})",
     "validation (the test set) {score}",
 )
 """Cells and names of rows that are put together of values with hardly a word between."""

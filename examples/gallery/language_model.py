@@ -1,4 +1,4 @@
-"""Language model with truncated backpropagation through time: an LSTM's state goes on from batch to batch."""
+"""Language model with truncated backpropagation through time: an LSTM's state passes from batch to batch."""
 
 from pydoc_data.topics import topics
 

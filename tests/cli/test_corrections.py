@@ -25,6 +25,8 @@ from tests.training.test_training import train
         ("train digits --evaluate-evry 3", "did you mean --evaluate-every?"),
         ("train digits --qqq 1", "there is no option --qqq: grappe train --help lists them"),
         ("train digits --resume runs/a", "to resume a run, give its folder: grappe train digits --run runs/a"),
+        ("train digits --run a --resume", "to resume a run, give its folder: grappe train digits --run a"),
+        ("train digits --resume --run=a lr=1", "to resume a run, give its folder: grappe train digits lr=1 --run a"),
         ("train digits --checkpoint a.pt", "grappe train digits --from a.pt"),
         ("train digits --replicate 2", "grappe train digits --plan replicate=2"),
         ("train digits --gpus 4 --plan precision=bf16", "grappe train digits --plan precision=bf16,replicate=4"),
@@ -96,6 +98,9 @@ def test_the_answer_resumes_the_run_with_its_fields_and_plan(tmp_path: Path, mon
     for typed in ("train --run a", "resume a"):
         assert f"grappe train {tmp_path}/mine.py epochs=9 {fields} --plan threads=1 --run a" in answer_to(typed.split())
     assert " mine.py " in answer_to(["train", "mine.py", "--resume", "a"])
+    (tmp_path / "a/checkpoints").rename(tmp_path / "kept")
+    assert "a has no checkpoint: to start it again from step 0: grappe train " in answer_to(["resume", "a"])
+    (tmp_path / "kept").rename(tmp_path / "a/checkpoints")
     app(answer.partition("grappe ")[2].split(), exit_on_error=False, print_error=False)
     assert (Run("a").is_finished(), Run("a").read_description()["restarts"]) == (True, 1)
     answer = answer_to(["train", "--resume", "a", "epochs=3"])

@@ -99,7 +99,7 @@ def test_a_full_disk_is_said_before_and_while_copying(tmp_path: Path, source: Pa
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
         real(*of, **more)
 
-    with patch("os.utime", full), pytest.raises(DataError, match=r"quota exceeded\. What was copied whole stays"):
+    with patch("os.utime", full), pytest.raises(DataError, match=r"quota exceeded\. Complete copies stay"):
         stage(source, tmp_path / "node")
     assert len(contents(tmp_path / "node" / "photos")) == 2
     done = copied(source, tmp_path / "node")

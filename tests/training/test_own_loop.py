@@ -357,13 +357,17 @@ def test_its_folder_is_a_run(tmp_path: Path) -> None:
     assert run.read_status(run.read_description()) == "failed: ZeroDivisionError: division by zero"
 
 
-def test_a_resumed_loop_goes_on_in_its_curves_and_tidies_up(tmp_path: Path) -> None:
+def test_a_resumed_loop_goes_on_in_its_curves_and_tidies_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
+    with pytest.raises(ZeroDivisionError), grappe.Loop("threads=1", run):
+        raise ZeroDivisionError
     assert not scheduled(run, "step", 4)
+    assert capsys.readouterr().err == f"grappe: {run} has no checkpoint: starting again from step 0\n"
     unfinished = run / "checkpoints" / ".step-000099.0123456789abcdef"
     unfinished.mkdir()
     (unfinished / "rank-00000.safetensors").write_bytes(b"")
     assert scheduled(run, "step", None)
+    assert capsys.readouterr().err == f"grappe: {run}: resuming from step 4\n"
     assert [record["samples"] for record in Run(run).records("step")][2:6] == [22, 30, 38, 44]
     assert not unfinished.exists()
-    assert Run(run).read_description()["restarts"] == 1
+    assert Run(run).read_description()["restarts"] == 2

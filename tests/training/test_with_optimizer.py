@@ -233,7 +233,7 @@ def test_other_things_under_an_optimizers_names_are_passed_over() -> None:
 
 
 def test_files_without_an_optimizer(tmp_path, whole) -> None:
-    with pytest.raises(GrappeError, match="that is a folder: go on with a run of grappe's by --run"):
+    with pytest.raises(GrappeError, match="that is a folder: continue a run of grappe by --run"):
         train(tmp_path / "run", whole["adam"].folder, with_optimizer=True)
     (tmp_path / "a.safetensors").write_bytes(b"")
     with pytest.raises(GrappeError):

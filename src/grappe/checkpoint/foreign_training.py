@@ -411,13 +411,13 @@ def foreign_training(begin: Begin, model: nn.Module, optimizer: Optimizer | None
     if callable(getattr(optimizer, "eval", None)):  # schedule-free: it evaluates other weights than it trains
         raise RunError(
             f"--with-optimizer --from {file}: {type(optimizer).__name__} has two sets of weights, and counts outside "
-            "its state: only its own run can go on with it. Leave --with-optimizer out"
+            "its state: only its own run can continue it. Leave --with-optimizer out"
         )
     if optimizer is None:
         return _going_on(begin, begin.epochs_done or 0, (), {}, ())
     if file.is_dir():
         raise RunError(
-            f"--with-optimizer --from {file}: that is a folder: go on with a run of grappe's by --run {file}; "
+            f"--with-optimizer --from {file}: that is a folder: continue a run of grappe by --run {file}; "
             "--with-optimizer is for files of other scripts (.pt, .ckpt)"
         )
     if file.suffix == ".safetensors":

@@ -221,7 +221,7 @@ def runs(
     ] = None,
     by: Annotated[
         Literal["time", "samples", "gpu-hours", "core-hours", "energy"],
-        Parameter(help="With --race: what they are ranked by."),
+        Parameter(help="With --race: the cost to rank runs by."),
     ] = "time",
     json: Json = False,
 ) -> None:

@@ -91,9 +91,7 @@ def corrected(error: CycloptsError, arguments: Sequence[str], app: App) -> Usage
         if meant := [*dashed, *older]:
             return UsageError(unknown_option(meant[0], arguments, ArgumentCollection([error.argument])))
         if name == "TASK" and "--run" in arguments[:-1]:
-            place = arguments.index("--run")
-            rest = [*arguments[:place], *arguments[place + 2 :]]
-            return UsageError(f"TASK is missing: {_resumed(rest, arguments[place + 1])}")
+            return UsageError(f"TASK is missing: {_resumed(arguments, '')}")
         if not name.startswith("-") or name not in arguments:
             return UsageError(f"{name} is missing: grappe {arguments[0]} --help")
     return UsageError(" ".join(str(error).split()))
@@ -147,7 +145,7 @@ def unknown_option(typed: str, arguments: Sequence[str], collection: ArgumentCol
     if "--plan" in options and words:
         return f"the plan sets that, not {option}: {_with_plan(rest, words)}"
     if name == "resume" and "--run" in options:
-        return _resumed(rest, value or "RUN")
+        return _resumed(rest, value)
     if name in ("accelerator", "distributed", "strategy") and "--plan" in options:
         return f"the plan sets that, not {option}: --plan replicate=2 (DDP) or --plan shard=2 (FSDP)"
     fitting = [*options, *(f"--{field}" for field in fields)]
@@ -175,13 +173,20 @@ def _resumed(rest: Sequence[str], folder: str) -> str:
     """Returns how to resume a run: the command with the run's task, fields and plan, where no others were typed.
 
     Args:
-        rest: the command without the run's folder.
+        rest: the command.
+        folder: the run's; "": that of its --run.
     """
     from grappe import finder
+    from grappe.checkpoint.format import list_checkpoints
     from grappe.training.run import Run
     from grappe.training.task_reference import SCRIPT, texts_of
 
-    command, *typed = rest
+    rest = [part for text in rest for part in (text.split("=", 1) if text.startswith("--run=") else [text])]
+    while "--run" in rest[:-1]:
+        place = rest.index("--run")
+        folder = folder or rest[place + 1]
+        rest = [*rest[:place], *rest[place + 2 :]]
+    folder, (command, *typed) = folder or "RUN", rest
     named = typed[:1] if typed and "=" not in typed[0] and not typed[0].startswith("-") else []
     typed = typed[len(named) :]
     try:
@@ -203,6 +208,8 @@ def _resumed(rest: Sequence[str], folder: str) -> str:
     fields = [f"{name}={text}" for name, text in texts if name not in names and usual.get(name) != text]
     planned = ["--plan", plan] if plan and not names & {"--plan", "-p"} else []
     words = [command, *(named or [task]), *fields, *typed, *planned]
+    if not list_checkpoints(run.checkpoints):
+        return f"{folder} has no checkpoint: to start it again from step 0: {_line(words, '--run', folder)}"
     if run.is_finished():
         return f"{folder} is finished: to train on from its weights: {_line(words, '--from', folder)}"
     return f"to resume a run, give its folder: {_line(words, '--run', folder)}"

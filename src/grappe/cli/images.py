@@ -138,7 +138,7 @@ def pack(
     *,
     out: Annotated[Path, Parameter(name=OUT_NAMES, help="A folder for the shards: new, or not yet complete.")],
     short: Annotated[int, Parameter(help="Pixels of the short side; smaller pictures stay as they are.")] = 256,
-    quality: Annotated[int, Parameter(help="Of the JPEG files, 1 to 100.")] = 90,
+    quality: Annotated[int, Parameter(help="Quality of the JPEG files: 1 to 100.")] = 90,
     per_shard: Annotated[int, Parameter(help="Images in each shard.")] = 4096,
     labels: Labels = None,
     numbering: Numbering = None,

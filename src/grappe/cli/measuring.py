@@ -84,7 +84,7 @@ def foresee(
         plan: A plan; repeatable. Default: plans that train the same, on --gpus.
         site: Compare with the memory of this cluster's GPUs (see: grappe sites).
         gpus: Without --plan: numbers of processes to try: 1,2,8. Default: 1,2,4,8.
-        aim: What makes a plan the best: its time, its core-hours or GPU-hours, or its memory.
+        aim: Criterion of the best plan: its time, its core-hours or GPU-hours, or its memory.
         no_times: Memory alone: no steps are run.
         all_: All plans, and the parts of memory and time.
         out: Write it all to this file, .json.

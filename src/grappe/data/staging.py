@@ -75,7 +75,7 @@ def copied(source: Path, to: Path, report: Callable[[int, int], None] = lambda d
         full = "make room and " if error.errno in DISK_IS_FULL else ""
         where = f": {printable(error.filename)}" if error.filename else ""
         raise DataError(
-            f"{source} cannot be staged to {to}{where}: {error.strerror or error}. What was copied whole stays: {full}"
+            f"{source} cannot be staged to {to}{where}: {error.strerror or error}. Complete copies stay: {full}"
             "start the same command again"
         ) from None
 

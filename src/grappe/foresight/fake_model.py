@@ -233,7 +233,7 @@ class FakeModel:
             if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module in model.modules()):
                 raise TaskError(
                     f"{type(task).__name__} has sparse gradients (nn.Embedding(sparse=True)), whose size depends on "
-                    "the data: what they take is not foreseen; grappe measure runs it"
+                    "the data: their memory is not foreseen; grappe measure runs it"
                 )
             self._blocks = blocks_of(task, self.batches.example).names
             homes = sharded_with(model, self.units(model))

@@ -122,7 +122,7 @@ def memory_forecast(
     for key in UNFORESEEN:
         if key in plan.changed_keys():
             more = f", only what check={plan.check} adds: {plan.checked:.2%} of a step" if plan.check else ""
-            raise PlanError(f"{key}: what it keeps in memory is not foreseen{more}; grappe measure runs any plan")
+            raise PlanError(f"{key}: its memory is not foreseen{more}; grappe measure runs any plan")
     fake_model = fake_model.of(plan)
     samples = batch or fake_model.task.batch_size
     with naming_user_line(fake_model.task):

@@ -339,7 +339,7 @@ CHOSEN = re.compile(
 )
 """Values that users, other programs or file systems chose: never translated."""
 OPEN = re.compile(
-    r"(advice|after|at|band|began|lead|choice|copied|count_of|described|difference|disk_advice|doing|end|ended|error|failure|forms?|found|get|hint|holds"
+    r"(advice|after|at|band|began|change|lead|choice|copied|count_of|described|difference|disk_advice|doing|end|ended|error|failure|forms?|found|get|hint|holds"
     r"|instead|job|kinds?|largest|message|mistake|more|most|nearest|needed|neighbours|note|of|others?|optimizer|own|parts?|place|plan|plan_name|problem|processes|read_status"
     r"|reasons?|remedy|rest|result|several|sizes|status|sentence|server|shapes|some|spoken|state|summary|text|there|title|torch|unit|unknown|verb|waiting|waits|what"
     r"|where|whose?|why|words?)\d*"

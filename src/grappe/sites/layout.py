@@ -122,7 +122,7 @@ def stretched(plan: Plan, processes: int) -> Plan:
     key = "shard" if plan.shard > 1 and plan.replicate == 1 else "replicate"
     rest = plan.processes // getattr(plan, key)
     if processes % rest:
-        raise PlanError(f"{processes} processes: only {key} of the plan {plan} changes, and the others make {rest}")
+        raise PlanError(f"{processes} processes: give a multiple of {rest}, as only {key} of the plan {plan} changes")
     return dataclasses.replace(plan, **{key: processes // rest})
 
 

@@ -51,7 +51,7 @@ class Options:
     """Compute the metrics over training batches, too. Each evaluation, and --print-every, shows training_NAME over the
     batches since the evaluation before."""
     no_check: bool = False
-    """Do not compare the first step, and now and then another, with that of one process."""
+    """Do not compare the first step, and occasional later ones, with one process's steps."""
     noise_scale: bool = False
     """Measure the gradient noise scale: how large a batch is worth its samples."""
     log_samples: bool = False

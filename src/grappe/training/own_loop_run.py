@@ -27,7 +27,7 @@ from grappe.errors import RunError
 from grappe.errors.user_line import is_users_file
 from grappe.launch import files
 from grappe.launch.signals import StopSignal
-from grappe.launch.terminal import say
+from grappe.launch.terminal import complain, say
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer
@@ -83,6 +83,10 @@ class LoopFolder:
                 run.write_description(now)
                 run.cut_back(step)
                 self.samples = run.last_record("step").get("samples", 0)
+                if newest is None:
+                    complain(f"grappe: {run.folder} has no checkpoint: starting again from step 0")
+                else:
+                    complain(f"grappe: {run.folder}: resuming from step {step}")
             if "ipykernel" not in sys.modules:  # a notebook has no file of its own
                 run.keep_code(Path(sys.argv[0]))
             self._run, self._lease = run, lease

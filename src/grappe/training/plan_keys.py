@@ -97,7 +97,7 @@ class PlanKeys:
                 group["params"] = [after[before[each]] if each in before else each for each in group["params"]]
         old = [each for each in before if after[before[each]] is not each]
         if any(any(gradient_hooks(each)) for each in old):
-            raise TaskError("a hook of a parameter's gradient would have none under shard: leave shard out")
+            raise TaskError("a hook on a parameter's gradient gets no gradient under shard: leave shard out")
         renewed = {id(each): after[before[each]] for each in old}
         for owner in gc.get_referrers(*old) if old else ():
             if owner is not before and owner is not old and not _rebound(owner, renewed):

@@ -383,7 +383,7 @@ class Run(Tabular):
             if isinstance(error, FileExistsError) and cls.is_run(folder):
                 raise RunError(
                     f"{folder} was begun by another process a moment ago: give another with --run, "
-                    "or start again to go on with it when that process has ended"
+                    "or start again to continue it when that process has ended"
                 ) from error
             made.undo()
             raise RunError(f"{folder} cannot be written: {error.strerror}: give another with --run") from error

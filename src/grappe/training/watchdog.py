@@ -293,8 +293,8 @@ def sentence(reports: dict[int, Standstill], size: int, folder: Path, silent: fl
     if report is None and len({each.where for each in reports.values()}) > 1:
         each = "; ".join(map(_waiting, reports.values()))
         return (
-            f"{begin}all {size} processes wait for each other, in different calls: {each}. What sends a message, a "
-            "synchronised batch normalisation say, must run equally often on each process's rows (or: "
+            f"{begin}all {size} processes wait for each other, in different calls: {each}. A layer that "
+            "communicates, such as synchronised batch normalisation, must run equally often on each process (or: "
             f"batchnorm=local){end}"
         )
     if report is None:

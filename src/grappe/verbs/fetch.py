@@ -57,7 +57,7 @@ def received(
                 stream.truncate(0)
                 raise DataError(
                     f"{download.url} has fewer bytes than the {download.size:,} that the task names: it is another "
-                    "file. What had come was removed"
+                    "file. The part downloaded was removed"
                 ) from None
             reason = printable(getattr(error, "reason", None) or error)
             if isinstance(error, urllib.error.HTTPError):

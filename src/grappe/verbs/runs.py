@@ -161,10 +161,8 @@ def describe(folder: Path) -> Table:
         rows.append(("used", _used(used)))
     if checked := description.get("checked"):
         largest = max(checked, key=lambda step: checked[step])
-        steps = count_of(len(checked), "step")
-        rows.append(
-            ("checked", f"{steps} against one process: at most {checked[largest]:.0e} apart, in step {largest}")
-        )
+        several, apart = count_of(len(checked), "step"), f"{checked[largest]:.0e}"
+        rows.append(("checked", f"{several} against one process: at most {apart} apart, in step {largest}"))
     for checkpoint in list_checkpoints(run.checkpoints):
         problem = verify(checkpoint.folder, str(description.get("id") or ""))
         name = checkpoint.folder.name

@@ -74,6 +74,15 @@ def test_random_trials_fill_the_space(tmp_path: Path) -> None:
     assert {one["batch_size"] for one in drawn} == {"8", "16"}
 
 
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_no_combination_is_tried_twice_while_another_is_untried(sampler: str, tmp_path: Path) -> None:
+    space = {"lr": "0.1|0.2|0.3", "width": "1..4:log"}
+    search = dataclasses.replace(SEARCH, sampler=sampler, space=space)
+    trials = played(tmp_path, search, 14)
+    assert len({(trial.fields["lr"], trial.fields["width"]) for trial in trials[:12]}) == 12
+    assert all(trial.fields["lr"] in ("0.1", "0.2", "0.3") for trial in trials[12:]), "then values come again"
+
+
 def test_of_three_one_goes_on(tmp_path: Path) -> None:
     trials = played(tmp_path, HALVING, 27, failing=5)
     reached = [sum(len(one.rungs) > rung for one in trials) for rung in range(3)]

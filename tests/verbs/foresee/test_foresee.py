@@ -63,7 +63,7 @@ def test_units_that_are_not_the_model_refuse_a_pipeline_alone() -> None:
 
 
 def test_plans_of_which_none_can_be_foreseen_are_refused() -> None:
-    with pytest.raises(UsageError, match="compile: what it keeps in memory is not foreseen"):
+    with pytest.raises(UsageError, match="compile: its memory is not foreseen"):
         verb.foresee("digits", ["compile"])
 
 

@@ -73,7 +73,7 @@ def tune(
 
     Args:
         task: A shipped task, path/to/file.py[:Name], or package.module:Name.
-        fields: What is searched: lr=0.01..1:log batch_size=32,64; words as 'rule=adam|sgd'; or for all trials:
+        fields: Fields to search: lr=0.01..1:log batch_size=32,64; words as 'rule=adam|sgd'; or for all trials:
             epochs=3.
         study: The study's folder; an existing study is continued.
         dry_run: Show the search, or without a task the study of --study; train nothing.
@@ -113,8 +113,8 @@ def tune(
     code = _show(searched.folder, as_json=json)
     if not complete:
         if job.site:
-            complain("grappe: the trials' jobs go on without this command; grappe cancel RUN ends one")
-        complain(f"grappe: stopped; the same command with --study {searched.folder} goes on")
+            complain("grappe: the trials' jobs continue without this command; grappe cancel RUN ends one")
+        complain(f"grappe: stopped; the same command with --study {searched.folder} continues")
         return interrupted()
     return code
 

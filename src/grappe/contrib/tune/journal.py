@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import math
 import os
+import random
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,7 +116,7 @@ class Journal:
 
 
 def draw(search: SearchDefinition, trials: Sequence[Trial]) -> dict[str, str]:
-    """Draws the next trial's fields: a function of the search, its seed, and what the trials have come to so far."""
+    """Draws the next trial's fields, by the search, its seed and earlier results; untried ones while any are left."""
     space, number = of_texts(search.space), len(trials)
     if search.sampler == "grid":
         return grid(space)[number]
@@ -127,6 +129,10 @@ def draw(search: SearchDefinition, trials: Sequence[Trial]) -> dict[str, str]:
             sampler = samplers.TPESampler(seed=seed, n_startup_trials=STARTUP, constant_liar=True)
         value = sampler.sample_independent(study, study.trials[number], name, _distribution(axis))
         drawn[name] = value if isinstance(axis, Choices) else axis.text(value)
+    if drawn in (tried := [trial.fields for trial in trials]):
+        with contextlib.suppress(UsageError):  # a space that no grid fills has values enough
+            untried = [cell for cell in grid(space) if cell not in tried] or [drawn]
+            return random.Random(f"{search.seed}/{number}").choice(untried)
     return drawn
 
 
@@ -199,7 +205,7 @@ def grid(space: Space) -> list[dict[str, str]]:
 def _values(field: str, axis: Axis) -> Sequence[str]:
     if isinstance(axis, Choices):
         return axis.texts
-    if axis.integer and not axis.log and axis.high - axis.low < CELLS:
+    if axis.integer and axis.high - axis.low < CELLS:
         return [str(value) for value in range(int(axis.low), int(axis.high) + 1)]
     raise UsageError(
         f"{field}={axis}: a grid needs values, for example {field}={axis.text(axis.low)},{axis.text(axis.high)}; "

@@ -205,7 +205,7 @@ class SearchOptions:
     halving: int | None = None
     """Successive halving (ASHA): 3 trains all trials in part, then the best third further, and so on."""
     rungs: int | None = None
-    """Number of times that a training stops to be compared, its end included. Default: 3, with --halving."""
+    """Number of times that trainings are compared, their end included. Default: 3, with --halving."""
     seed: int = 0
     """Seed of the sampler; the task's own seed is a field."""
 

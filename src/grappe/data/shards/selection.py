@@ -73,5 +73,5 @@ def refuse_gaps(source: Path, names: Iterable[str]) -> None:
         for number in range(first, min(int(count), len(there) + 1) + first):
             if (name := f"{begin}{number:05d}-of-{count}{end}") not in there:
                 raise DataError(
-                    f"{printable(source)} lacks {printable(name)}: fetch it, or name the files to read, as by a glob"
+                    f"{printable(source)} lacks {printable(name)}: fetch it, or give a glob of the files to read"
                 )

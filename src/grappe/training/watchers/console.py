@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,8 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from grappe.checkpoint.format import list_checkpoints, validation_loss
+from grappe.data.sampling import samples_seen
 from grappe.language import translated, translated_cell, translated_name, translated_numbers
 from grappe.launch.safe_console import SafeConsole
 from grappe.launch.terminal import UserStream, wrapped
@@ -48,7 +49,7 @@ class Console(Watcher):
         typed: Sequence[str] = (),
     ) -> None:
         self._prints, self._typed = prints, typed
-        self._losses, self._loss_steps, self._loss_seconds = list[float](), 0, 0.0  # since the last such line
+        self._line, self._epoch = _MeanLoss(), _MeanLoss()  # since the last such line; since the last evaluation
         # Set explicitly: a notebook's environment variables would make rich draw as on a terminal.
         self._console = SafeConsole(stream, force_terminal=stream.isatty())
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
@@ -63,12 +64,14 @@ class Console(Watcher):
         self._steps = 0  # since the bar was drawn
         self._record: Record | None = None
         self._scores: Scores | None = None
+        self._lowest = (math.inf, 0)  # validation loss, and its step
         self._info: RunInfo | None = None
         self._rate = 0.0
         self._seconds, self._between = 0.0, REFRESH_SECONDS
 
     def started(self, info: RunInfo) -> None:
         self._info = info
+        self._samples = samples_seen(info.start, info.samples, info.batch_size)
         if self._end is not None:
             self._end.started(info)
         if self._live:
@@ -94,30 +97,22 @@ class Console(Watcher):
         self._seconds += record.seconds
         self._steps += 1
         assert self._info is not None
+        samples, self._samples = record.samples - self._samples, record.samples
+        self._epoch.add(record, samples)
         if self._prints is not None:
-            self._print_loss(record, self._prints)
+            self._line.add(record, samples)
+            if self._prints(record.step):
+                mean, self._line = self._line, _MeanLoss()
+                rate = mean.samples / mean.seconds if mean.seconds else 0.0
+                self._print(
+                    f"{self._word('epoch')} {record.epoch + 1:>2}  {self._word('step')} {record.step:>4}  "
+                    f"{self._word('loss')} {format_number(mean.loss)}{_metrics(record.metrics)}  lr {record.lr:.3g}  "
+                    f"{self._speed(rate)}"
+                )
         if self._end is not None and (line := self._end.stepped(record.step)) is not None:
             self._console.print(line)
         if self._seconds > self._between:
             self._refresh()
-
-    def _print_loss(self, record: Record, prints: Callable[[int], bool]) -> None:
-        """Prints a line where it is due, with the mean of the losses since the line before."""
-        assert self._info is not None
-        if not record.skipped:
-            self._losses.append(record.loss)
-        self._loss_steps += 1
-        self._loss_seconds += record.seconds
-        if not prints(record.step):
-            return
-        rate = self._loss_steps * self._info.batch_size / self._loss_seconds if self._loss_seconds else 0.0
-        loss = statistics.fmean(self._losses) if self._losses else math.nan
-        self._print(
-            f"{self._word('epoch')} {record.epoch + 1:>2}  {self._word('step')} {record.step:>4}  "
-            f"{self._word('loss')} {format_number(loss)}{_metrics(record.metrics)}  lr {record.lr:.3g}  "
-            f"{self._speed(rate)}"
-        )
-        self._losses, self._loss_steps, self._loss_seconds = [], 0, 0.0
 
     def evaluated(self, step: int, scores: Scores) -> None:
         self._scores = scores
@@ -125,7 +120,9 @@ class Console(Watcher):
         end = self._end.evaluated(step) if self._end is not None else ""
         self._refresh()
         epoch = -(-step // self._info.steps_per_epoch)
-        train = f"{self._word('loss')} {format_number(self._record.loss)}  " if self._record else ""
+        self._lowest = min(self._lowest, (scores.loss, step))
+        mean, self._epoch = self._epoch, _MeanLoss()
+        train = f"{self._word('loss')} {format_number(mean.loss)}  " if mean.samples else ""
         loss = f"{self._word(scores.split)} {format_number(scores.loss)}"
         self._print(
             f"{self._word('epoch')} {epoch:>2}  {self._word('step')} {step:>4}  {train}"
@@ -175,6 +172,13 @@ class Console(Watcher):
                 shown = name.replace("_", " ") if name.startswith(TRAINING) else f"{outcome.scores.split} {name}"
                 rows.append((shown, _with_counts(name, value, outcome.scores)))
             rows.append((f"{outcome.scores.split} loss", format_number(outcome.scores.loss)))
+        best = min(list_checkpoints(self._info.folder / "checkpoints"), key=validation_loss, default=None)
+        if best is not None and (loss := validation_loss(best)) < math.inf:
+            name, epoch = best.folder.name, -(-best.step // self._info.steps_per_epoch)
+            rows.append(("best checkpoint", f"{name}, epoch {epoch}: validation loss {format_number(loss)}"))
+            lowest, step = self._lowest
+            if lowest < loss:
+                rows.append(("", f"lower in step {step}, {format_number(lowest)}, where no checkpoint was due"))
         if outcome.limited_validation:
             rows.append(("validation", outcome.limited_validation))
         spent = outcome.timing.totals
@@ -192,7 +196,11 @@ class Console(Watcher):
             rows.append(("next", shlex.join([*self._typed, *folder])))
         if outcome.status in ("finished", "stopped") and outcome.scores is not None:
             folder = shlex.quote(str(self._info.folder))
-            rows += [("next", f"grappe evaluate {folder}"), ("", f"grappe report {folder}")]
+            if best is None or best.step == outcome.step:
+                rows.append(("next", f"grappe evaluate {folder}"))
+            else:
+                rows.append(("next", f"grappe evaluate {folder} --checkpoint best"))
+            rows.append(("", f"grappe report {folder}"))
         shown = []
         for name, value in rows:
             shown.append((self._word(name), translated_cell(value, self._console.file)))
@@ -212,6 +220,23 @@ class Console(Watcher):
 
     def _print(self, line: str) -> None:
         self._console.print(Text(translated_numbers(line, self._console.file)))
+
+
+class _MeanLoss:
+    """Mean loss over the samples of steps, without those that an overflow skipped."""
+
+    def __init__(self) -> None:
+        self._sum, self._counted, self.samples, self.seconds = 0.0, 0, 0, 0.0
+
+    def add(self, record: Record, samples: int) -> None:
+        self.samples, self.seconds = self.samples + samples, self.seconds + record.seconds
+        if not record.skipped:
+            self._sum += record.loss * samples
+            self._counted += samples
+
+    @property
+    def loss(self) -> float:
+        return self._sum / self._counted if self._counted else math.nan
 
 
 def _memory(outcome: Outcome, word: Callable[[str], str]) -> list[tuple[str, str]]:

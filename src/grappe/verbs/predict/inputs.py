@@ -310,7 +310,7 @@ def _csv_reader(task: Task, columns: Sequence[str]) -> ReadLine:
             f"{type(task).__name__}'s data have no names of columns, by which a .csv file is read: give "
             "grappe.Arrays a pandas frame, grappe.Arrays(frame[[…]], frame['…']), or predict a .npy file"
         )
-    complain(f"grappe: {', '.join(columns)} are taken as the file has them: what data() does to them is not done here")
+    complain(f"grappe: {', '.join(columns)} are taken as the file has them: data() does not change them here")
     header: list[str] = []
 
     def read(line: bytes, place: str) -> Any:

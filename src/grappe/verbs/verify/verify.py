@@ -384,8 +384,8 @@ def _sample_fault(reference: Reference, steps: Sequence[TrialStep], number: int)
     at = f"in step {number + 1}"
     if not set(expected) & set(actual) or step.epoch > number // reference.per_epoch:
         if (number + 1) % reference.per_epoch == 0:
-            return f"a dropped last batch: {at}, the last of its epoch, none of its {len(plain.ids)} samples is seen"
-        return f"another order: {at} none of its samples is seen"
+            return f"a dropped last batch: {at}, the epoch's last, the plan uses none of the {len(plain.ids)} samples"
+        return f"another order: {at} the plan uses none of its samples"
     shift = _shift(reference, number, step)
     if shift:
         return f"a sampler that is off by {shift}: {at} it begins {'after' if shift > 0 else 'before'} its position"

@@ -9,7 +9,7 @@
 # Unconfirmed, ask.max_hours: 24 h are documented, and 23:59:00 is what users found accepted (2026-09-15)
 # Unconfirmed, ask.account: not stated
 # Unconfirmed, job.variables.GLOO_SOCKET_IFNAME: seen in users' scripts only
-# Unconfirmed, charge.cores_per_unit: a node's cores, of which the share is documented to count; that of its memory counts, too, and its size is not stated
+# Unconfirmed, charge.cores_per_unit: the share of a node's cores counts, as documented; the share of its memory counts, too, but the node's memory is not stated
 #SBATCH --job-name=digits-1
 #SBATCH --account=abc
 #SBATCH --nodes=1

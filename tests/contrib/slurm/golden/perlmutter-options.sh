@@ -2,7 +2,7 @@
 # Made by: grappe submit --site perlmutter -- train digits epochs=3
 # Perlmutter, NERSC. 4 processes on 1 node, plan: replicate=4
 # 4 GPUs for at most 00:30:00: 2 GPU-hours, 0.5 node-hours
-# Unconfirmed, ask.gpu_cores: the scheduler's message in shared, as a user has it of 2025-11
+# Unconfirmed, ask.gpu_cores: the scheduler's message for the queue shared, which a user showed in 2025-11
 # Unconfirmed, charge.gpu: the unit is documented; the price of a part of a node is inferred
 # Unconfirmed, charge.cores_per_unit: inferred: the share of a node
 # Unconfirmed, detect: from memory

@@ -3,7 +3,7 @@
 # Trillium, Digital Research Alliance of Canada. 8 processes on 2 nodes, plan: replicate=8
 # 8 GPUs for at most 00:30:00: 4 GPU-hours, 48.8 RGU-hours, 3 times
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
-# Unconfirmed, ask.max_gpus_of: 20 GPUs without RRG or RPP: that such accounts are def-* is inferred
+# Unconfirmed, ask.max_gpus_of: 20 GPUs without RRG or RPP; we infer that these accounts are def-*
 # Unconfirmed, job.requeue: inferred: no job is submitted from its compute nodes, so none is requeued from one
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc

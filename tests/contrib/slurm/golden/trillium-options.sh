@@ -3,7 +3,7 @@
 # Trillium, Digital Research Alliance of Canada. 4 processes on 1 node, plan: replicate=4
 # 4 GPUs for at most 00:30:00: 2 GPU-hours, 24.4 RGU-hours, 3 times
 # Unconfirmed, detect: from memory: the variable CC_CLUSTER
-# Unconfirmed, ask.max_gpus_of: 20 GPUs without RRG or RPP: that such accounts are def-* is inferred
+# Unconfirmed, ask.max_gpus_of: 20 GPUs without RRG or RPP; we infer that these accounts are def-*
 # Unconfirmed, job.requeue: inferred: no job is submitted from its compute nodes, so none is requeued from one
 #SBATCH --job-name=digits-1
 #SBATCH --account=def-abc
