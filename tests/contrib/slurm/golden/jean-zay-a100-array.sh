@@ -3,7 +3,7 @@
 # 8 GPUs for at most 00:30:00: 4 GPU-hours, for each of 20 tasks
 # Unconfirmed, job.modules: the version is that of users' scripts of 2026: module avail pytorch-gpu
 # Unconfirmed, job.mps: seen in users' scripts only
-# Unconfirmed, queue: names and hours are in users' scripts of 2026 only; the numbers of GPUs are those of V100 in IDRIS's older pages
+# Unconfirmed, queue: only users' scripts of 2026 have the names and hours; the numbers of GPUs are those of V100 in IDRIS's older pages
 # Unconfirmed, node.cores_per_gpu: seen in users' scripts only
 # Unconfirmed, node.cores: seen in users' scripts only
 #SBATCH --job-name=digits-1
