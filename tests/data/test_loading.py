@@ -265,8 +265,9 @@ def test_a_worker_whose_end_is_reported_while_it_is_ended_says_why(monkeypatch) 
 def test_a_worker_that_ignores_signals_ends_when_it_is_terminated() -> None:
     """As torch does with a loader that only the garbage collector finds, whose queues are closed before it."""
     batches = training_loader(Ten(), Pids(), Plan.parse("workers=1,loading=processes"), world(0, 1)).batches(0, 2)
+    others = multiprocessing.active_children()  # of tests before
     next(batches)
-    (worker,) = multiprocessing.active_children()
+    (worker,) = set(multiprocessing.active_children()).difference(others)
     os.kill(worker.pid, signal.SIGTERM)
     next(batches)
     worker.terminate()

@@ -45,7 +45,7 @@ def run(folder: Path, *words: str, **environment: str) -> subprocess.CompletedPr
 
 
 def under_torchrun(size: int = 1) -> dict[str, str]:
-    """What torchrun sets for the first process."""
+    """Variables that torchrun sets for the first process."""
     world, ranks = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}, {"RANK": "0", "LOCAL_RANK": "0"}
     return {**world, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
 

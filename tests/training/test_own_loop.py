@@ -208,7 +208,7 @@ def test_an_evaluation_counts_each_sample_once(pool: Pool, plan: str) -> None:
         ("zip", "", "StackDataset"),
         ("alone", "replicate=2", r"process \d has computed something else than others"),
         ("score", "replicate=2", "the score loss has shape"),
-        ("hook", "shard=2", "a hook of a parameter's gradient"),
+        ("hook", "shard=2", "a hook on a parameter's gradient"),
         ("hook", "replicate=2", "^$"),
         ("closure", "precision=fp16", "LBFGS computes its gradients in a closure"),
     ],

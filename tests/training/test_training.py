@@ -350,6 +350,10 @@ def test_the_mean_loss_is_printed_every_so_many_steps(tmp_path: Path, capsys: py
     for one in records.values():
         assert 0 < one["data"] + one["device"] <= one["seconds"] * 1.001
     for step, (loss, lr) in shown.items():
-        mean = (records[step - 1]["loss"] + records[step]["loss"]) / 2
+        two = [
+            (records[each]["samples"] - records.get(each - 1, {}).get("samples", 0), records[each]["loss"])
+            for each in (step - 1, step)
+        ]
+        mean = sum(samples * each for samples, each in two) / sum(samples for samples, _ in two)
         assert loss == pytest.approx(mean, rel=5e-4)  # four digits are shown
         assert lr == pytest.approx(records[step]["lr"], rel=0.01)

@@ -9,12 +9,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from grappe.launch.terminal import complain
-
-if TYPE_CHECKING:
-    from grappe.launch.local import LocalProcess
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 SPARE_SECONDS = 5.0  # for the processes to leave, beyond what was measured
@@ -117,6 +114,13 @@ def _end_by_sigterm() -> None:
 os.register_at_fork(after_in_child=_end_by_sigterm)
 
 
+class Signalled(Protocol):
+    """A process that can receive signals."""
+
+    def signal(self, number: int) -> None:
+        """Sends `number` to the process."""
+
+
 class _EndAtOnce(BaseException):
     """Raised by a signal that ends all processes at once."""
 
@@ -129,7 +133,7 @@ class SignalForwarding:
     """
 
     def __init__(self, *, saves: bool) -> None:
-        self.processes: list[LocalProcess] = []
+        self.processes: list[Signalled] = []
         self._saves = saves
         self._received: list[int] = []
         self._before: dict[int, Any] = {}
@@ -167,7 +171,7 @@ class SignalForwarding:
         """Returns whether a signal has come."""
         return bool(self._received)
 
-    def catch_up(self, process: LocalProcess) -> None:
+    def catch_up(self, process: Signalled) -> None:
         """Sends a new process the signals that came before it started."""
         for number in self._received:
             process.signal(number)

@@ -21,9 +21,9 @@ from grappe.rows.regions import FromLocal, Shared, ToLocal
 from grappe.rows.views import expanded, place_after, reshaped
 
 Rule = Callable[[Any, Any, Any], Any]
-"""Of the function, its arguments and options."""
+"""Rule of a function, with its arguments and options."""
 OwnRule = Callable[[Any, OwnRows, list[Any], Any], Any]
-"""Of the function, own rows, the further arguments and options."""
+"""Rule of a function, with own rows, its further arguments and options."""
 
 
 def _rule(*functions: Any) -> Callable[[Rule], Rule]:

@@ -1,4 +1,4 @@
-"""What holds a training back most, from the times of all its processes, in one sentence with the change that helps."""
+"""Bottleneck: the cause that slows a training down most, from the times of its processes, and the change that helps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RankTimes:
 
 
 class Bottleneck(NamedTuple):
-    """What holds a training back."""
+    """Cause that slows a training down."""
 
     kind: str
     """"input", "evaluation", "saving", "communication", "slow process", "binding" or "other programs"."""

@@ -363,7 +363,8 @@ def test_what_srun_starts_on_two_nodes_is_interrupted_and_resumes_as_one_process
     assert (code, err) == (EXIT_INTERRUPTED, "grappe: 2 processes, run in runs/mine\n")
     first, second = on_two_nodes(start, tmp_path, "train.py", "waits")
     (code, after, err), other = first.end(), second.end()
-    assert (code, err, other) == (0, "grappe: 2 processes, run in runs/mine\n", (0, "", ""))
+    said = "grappe: 2 processes, run in runs/mine\ngrappe: runs/mine: resuming from step 7\n"
+    assert (code, err, other) == (0, said, (0, "", ""))
     plain = as_it_is(NODES, tmp_path / "node-0", "waits_not")
     assert dict.fromkeys((before + after).splitlines()) == dict.fromkeys(plain.splitlines())
     assert plain.startswith(before) and plain.endswith(after)

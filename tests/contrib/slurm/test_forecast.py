@@ -169,8 +169,8 @@ def test_sizes_whose_memory_is_too_little_are_not_asked_for(here: Path) -> None:
         ((4, 12), "", 1, "4 nodes with 4 GPUs each, 1 of them spare, and generic has 3: use a range that ends at 8,"),
         ((16, 20), "", 0, "at least 4 nodes with 4 GPUs each, and generic has 3: use at most 12 GPUs,"),
         ((12, 20), "", 1, "at least 4 nodes with 4 GPUs each, 1 of them spare, and generic has 3: use at most 8 GPUs,"),
-        ((2, 4), "tensor=8", 0, "4 processes: only replicate of the plan tensor=8 changes"),
-        ((8, 12), "tensor=3", 0, "8 processes: only replicate of the plan tensor=3 changes"),
+        ((2, 4), "tensor=8", 0, "4 processes: give a multiple of 8, as only replicate of the plan tensor=8 changes"),
+        ((8, 12), "tensor=3", 0, "8 processes: give a multiple of 3, as only replicate of the plan tensor=3 changes"),
     ],
 )  # fmt: skip
 def test_a_range_of_gpus_is_refused_in_gpus(

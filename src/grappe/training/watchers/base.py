@@ -89,7 +89,7 @@ class Outcome:
     headspace: Headspace
     """Cost of waiting for data."""
     bottleneck: str = ""
-    """What held the training back most, and the change that helps; "": nothing stands out."""
+    """Cause that slowed the training down most, and the change that helps; "": nothing stands out."""
     peaks: Sequence[Mapping[str, int]] = ()
     """By rank: peak bytes ("host", "device"), and bytes of parameters, gradients and optimizer state."""
     remarks: Sequence[str] = ()
