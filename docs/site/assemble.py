@@ -64,7 +64,14 @@ ENTRIES = {
     ),
 }
 """The entries of the first page: guide, title and text."""
-PROJECT = ("skills/grappe/SKILL", "docs/decisions/index", "CHANGELOG", "CONTRIBUTING", "benchmarks/README")
+PROJECT = (
+    "skills/grappe/SKILL",
+    "docs/decisions/index",
+    "CHANGELOG",
+    "CONTRIBUTING",
+    "benchmarks/README",
+    "packaging/ondemand/README",
+)
 UNSEARCHED = (
     *("CHANGELOG", "docs/decisions/", "docs/log", "benchmarks/"),
     *(
