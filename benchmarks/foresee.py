@@ -115,7 +115,7 @@ def measured(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     if EVALUATION in spans:
         found["evaluation"] = max(within(levels, spans[EVALUATION]))
         save = spans[SAVE]
-        # Of the thread that copies alone: another may free a batch meanwhile.
+        # Only the copying thread counts: another may free a batch meanwhile.
         found["checkpoint"] = sum(
             one["args"]["Bytes"]
             for one in changes

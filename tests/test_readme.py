@@ -55,8 +55,11 @@ def test_the_readme_is_short() -> None:
 def test_the_output_in_the_readme_is_that_of_the_script_and_of_two_processes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text((ROOT / "examples" / "digits_by_hand.py").read_text())
     one = ran(sys.executable, "train.py", cwd=tmp_path).stdout.splitlines()
-    two = ran(GRAPPE, "launch", "--plan", "replicate=2,device=cpu", "train.py", cwd=tmp_path).stdout.splitlines()
+    spread = ran(GRAPPE, "launch", "--plan", "replicate=2,device=cpu", "train.py", cwd=tmp_path)
+    two = spread.stdout.splitlines()
     assert one == two and len(one) == 3
+    begun = re.compile(r"^grappe: 2 processes, run in runs/train-[\w-]+$", re.MULTILINE)
+    assert begun.search(spread.stderr) and begun.search(README.read_text())
     assert [one[0], two[0]] == re.findall(r"^epoch .*$", README.read_text(), re.MULTILINE)
 
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from cyclopts import App, CycloptsError
@@ -104,6 +104,16 @@ def _leave_communication(code: int) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+@contextlib.contextmanager
+def typed(arguments: list[str]) -> Iterator[None]:
+    """Context in which these words were typed after `grappe`: messages then say how to resume them."""
+    before, sys.argv = sys.argv, ["grappe", *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def execute(app: App, arguments: list[str]) -> int:

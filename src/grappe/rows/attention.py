@@ -106,7 +106,7 @@ def _attention(call: RuleCall, how: _Attending) -> Way:
     return Way(at=_places(how), operator=attended, results=results)
 
 
-# ---- Of samples --------------------------------------------------------------------------------------------
+# ---- Whole samples -----------------------------------------------------------------------------------------
 
 
 @rule_of_rows(

@@ -54,9 +54,22 @@ class Bottleneck(NamedTuple):
 
     kind: str
     """"input", "evaluation", "saving", "communication", "slow process", "binding" or "other programs"."""
-    faster: float
-    """Estimate of the samples/s after the change, in times of what they are: 1.9."""
-    sentence: str
+    saved: float
+    """Share of the time that the change would save."""
+    change: str
+    """Cause and change, the beginning of the sentence."""
+    remedy: str = ""
+    """The sentence's end."""
+
+    @property
+    def faster(self) -> float:
+        """Estimate of the samples/s after the change, in times of what they are: 1.9."""
+        return 1 / max(0.01, 1 - self.saved)
+
+    @property
+    def sentence(self) -> str:
+        """The cause, the change, and the gain."""
+        return f"{self.change} would give {self.faster:.1f} times the samples/s{self.remedy}"
 
 
 Waits = Callable[[Sequence[RankTimes]], tuple[float, str]]
@@ -115,33 +128,18 @@ def bottleneck(times: Sequence[RankTimes], waits: Waits) -> Bottleneck | None:
 
 
 def _input(share: float, remedy: str) -> Bottleneck:
-    faster = _without(share)
-    return Bottleneck(
-        "input",
-        faster,
-        f"input-bound: waiting for data took {share:.0%} of the time; no wait would give {faster:.1f} times "
-        f"the samples/s: {remedy}",
-    )
+    took = f"input-bound: waiting for data took {share:.0%} of the time; no wait"
+    return Bottleneck("input", share, took, f": {remedy}")
 
 
 def _evaluation(times: Sequence[RankTimes]) -> Bottleneck:
     share = statistics.mean(each.share("evaluation") for each in times)
-    faster = _without(share / 2)
-    return Bottleneck(
-        "evaluation",
-        faster,
-        f"evaluating took {share:.0%} of the time: half as often would give {faster:.1f} times the samples/s",
-    )
+    return Bottleneck("evaluation", share / 2, f"evaluating took {share:.0%} of the time: half as often")
 
 
 def _saving(times: Sequence[RankTimes]) -> Bottleneck:
     share = statistics.mean(each.share("checkpoint") for each in times)
-    faster = _without(share * 0.9)
-    return Bottleneck(
-        "saving",
-        faster,
-        f"saving took {share:.0%} of the time: ten times less often would give {faster:.1f} times the samples/s",
-    )
+    return Bottleneck("saving", share * 0.9, f"saving took {share:.0%} of the time: ten times less often")
 
 
 def _slow_process(times: Sequence[RankTimes]) -> Bottleneck | None:
@@ -155,25 +153,18 @@ def _slow_process(times: Sequence[RankTimes]) -> Bottleneck | None:
     waits = min(each.phases["communication"] for rank, each in enumerate(times) if rank != slowest)
     if waits - times[slowest].phases["communication"] < more / 2:
         return None
-    longer = computing[slowest] / max(1e-9, statistics.median(others))
-    faster, host = _without(more / max(1e-9, times[slowest].total)), times[slowest].host
-    return Bottleneck(
-        "slow process",
-        faster,
-        f"process {slowest} on {host} computes {longer:.1f} times as long as the others, which wait: a node "
-        f"as quick as theirs would give {faster:.1f} times the samples/s",
+    longer, host = computing[slowest] / max(1e-9, statistics.median(others)), times[slowest].host
+    says = (
+        f"process {slowest} on {host} computes {longer:.1f} times as long as the others, which wait: a node as quick "
+        "as theirs"
     )
+    return Bottleneck("slow process", more / max(1e-9, times[slowest].total), says)
 
 
 def _communication(times: Sequence[RankTimes]) -> Bottleneck:
     share = min(each.share("communication") for each in times)
-    faster = _without(share / 2)
-    return Bottleneck(
-        "communication",
-        faster,
-        f"exchanging gradients took {share:.0%} of the time: a batch twice as large would give "
-        f"{faster:.1f} times the samples/s",
-    )
+    says = f"exchanging gradients took {share:.0%} of the time: a batch twice as large"
+    return Bottleneck("communication", share / 2, says)
 
 
 def _binding(times: Sequence[RankTimes]) -> Bottleneck | None:
@@ -181,32 +172,19 @@ def _binding(times: Sequence[RankTimes]) -> Bottleneck | None:
     for host in dict.fromkeys(each.host for each in times):
         bound = [each for each in times if each.host == host]
         cores, count = len(frozenset[int]().union(*(each.cores for each in bound))), len(bound)
-        if not 0 < cores < count:
-            continue
-        computing = statistics.mean(each.computing / max(1e-9, each.total) for each in bound)
-        faster = _without(computing * (1 - cores / count))
-        return Bottleneck(
-            "binding",
-            faster,
-            f"{count} processes on {host} may run on {cores} of its cores: a core for each (--cpus-per-task) "
-            f"would give {faster:.1f} times the samples/s",
-        )
+        if 0 < cores < count:
+            says = f"{count} processes on {host} may run on {cores} of its cores: a core for each (--cpus-per-task)"
+            return Bottleneck("binding", _computing(bound) * (1 - cores / count), says)
     return None
 
 
 def _other_programs(times: Sequence[RankTimes]) -> Bottleneck:
     """A process that computes, and has fewer CPU seconds than wall seconds: its cores work for others."""
     lost = max(0.0, 1 - min(each.processor / max(1e-9, each.computing) for each in times))
-    computing = statistics.mean(each.computing / max(1e-9, each.total) for each in times)
-    faster = _without(computing * lost)
-    return Bottleneck(
-        "other programs",
-        faster,
-        f"other programs had its cores for {lost:.0%} of the time that it computed: cores of its own would "
-        f"give {faster:.1f} times the samples/s",
-    )
+    says = f"other programs had its cores for {lost:.0%} of the time that it computed: cores of its own"
+    return Bottleneck("other programs", _computing(times) * lost, says)
 
 
-def _without(share: float) -> float:
-    """Computes how many times as fast a training is without a share of its time."""
-    return 1 / max(0.01, 1 - share)
+def _computing(times: Sequence[RankTimes]) -> float:
+    """Computes the mean share of their time in which processes compute."""
+    return statistics.mean(each.computing / max(1e-9, each.total) for each in times)

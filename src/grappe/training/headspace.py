@@ -16,9 +16,9 @@ from grappe.data.loading import workers_needed
 from grappe.launch.world import World, own_cores
 from grappe.profiling.chronometer import StepTimes
 from grappe.profiling.phases import IN_A_STEP, PHASES, START
+from grappe.training.bottleneck import LEAST_SECONDS
 
 WORTH_SAYING = 0.05  # of the time
-LEAST_SECONDS = 30.0  # of a training without its start: in a shorter one nobody gains by less
 LARGE = 50_000  # bytes of a picture's file: one of short side 256 has about 20 kB
 
 

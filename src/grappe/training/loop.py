@@ -298,7 +298,7 @@ class Training:
         self._pending = Pending(result, seconds, spent, count, size, scores)
         self.watchdog.marks += 1
         if self.meter.stepped() and (says := self._bottleneck(self.loading_cost(self.clock.timing()))):
-            self.watchers.call("checked", step, says)
+            self.watchers.call("noted", step, says)
         last = step == self.info.last_step and self._evaluates
         evaluate = last or not step % self._evaluate_every
         save = last or not step % self._save_every

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grappe.cli.commands import app
-from grappe.cli.exit import execute
+from grappe.cli.exit import execute, typed
 from grappe.errors import GrappeError, UsageError, of_file
 from grappe.errors.foreign_text import printable_lines
 from grappe.language import translated
@@ -42,16 +42,14 @@ def run_cell(line: str, cell: str) -> None:
     Raises:
         CellError: the request is wrong, or the command failed; the message says what to do.
     """
-    before = sys.argv
     try:
-        sys.argv = ["grappe", *command_of(line, cell)]  # with which messages say how to resume
-        execute(app, sys.argv[1:])
+        words = command_of(line, cell)
+        with typed(words):
+            execute(app, words)
     except GrappeError as error:
         raise CellError(error) from None
     except KeyboardInterrupt:
         raise CellError("ended at once; earlier checkpoints are kept") from None
-    finally:
-        sys.argv = before
 
 
 def command_of(line: str, cell: str) -> list[str]:

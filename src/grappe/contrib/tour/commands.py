@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from grappe.cli.application import app
-from grappe.cli.exit import execute
+from grappe.cli.exit import execute, typed
 from grappe.errors import EXIT_OK, GrappeError
 from grappe.launch.terminal import complain, say, write
 
@@ -71,10 +71,9 @@ def tour(*, step: Annotated[int, Parameter(validator=Number(gte=1, lte=len(TEXTS
 
 def _executed(command: str) -> None:
     """Runs a command of grappe as in a terminal; an error ends it alone."""
-    before, sys.argv = sys.argv, shlex.split(command)  # with which messages say how to resume
+    words = shlex.split(command)[1:]
     try:
-        execute(app, sys.argv[1:])
+        with typed(words):
+            execute(app, words)
     except GrappeError as error:
         complain(f"grappe: {error}")
-    finally:
-        sys.argv = before

@@ -129,6 +129,9 @@ class Watcher:
     def checked(self, step: int, finding: str) -> None:
         """Called after a step that was computed once more as one process does, with what there is to say of it."""
 
+    def noted(self, step: int, bottleneck: str) -> None:
+        """Called once after some hundred steps, with the cause that slows the training down most."""
+
     def evaluated(self, step: int, scores: Scores) -> None:
         """Called after an evaluation, which follows `step`."""
 

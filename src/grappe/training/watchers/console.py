@@ -133,6 +133,9 @@ class Console(Watcher):
     def checked(self, step: int, finding: str) -> None:
         self._console.print(finding)
 
+    def noted(self, step: int, bottleneck: str) -> None:
+        self._console.print(bottleneck)
+
     def failed_to_save(self, problem: str) -> None:
         self._console.print(f"{problem}; the checkpoint before it is intact, and training continues")
 

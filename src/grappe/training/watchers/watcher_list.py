@@ -41,7 +41,9 @@ class WatcherList:
             _call(watcher, "gradients_ready", step, parameters)
 
     def call(
-        self, method: Literal["started", "checked", "evaluated", "saving", "failed_to_save", "ended"], *arguments: Any
+        self,
+        method: Literal["started", "checked", "noted", "evaluated", "saving", "failed_to_save", "ended"],
+        *arguments: Any,
     ) -> None:
         """Calls another method of every watcher."""
         for watcher in self._watchers:
