@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 
 from cyclopts import App, CycloptsError
 
-from grappe import __version__
 from grappe.errors import EXIT_FAILURE, EXIT_OK, EXIT_USAGE, GrappeError, ProcessDied, UsageError, of_file
 from grappe.errors.causes import broken_package, hiding, refused_process
 from grappe.language import translated_cell, unknown_language
 from grappe.launch.openmp import let_threads_sleep
 from grappe.launch.rank import is_main_process, rank_from_environment
 from grappe.launch.terminal import NARROWEST, clear, complain, show_any_text, wrapped, write
+from grappe.words import VERSION
 
 EXIT_SIGINT = 130
 FORM = 1
@@ -170,7 +170,7 @@ def show_json(kind: str, **content: Any) -> None:
 
 def json_form(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the object of the form FORM that --json prints and --out writes."""
-    return {"grappe": __version__, "form": FORM, "kind": kind} | json_values(content)
+    return {"grappe": VERSION, "form": FORM, "kind": kind} | json_values(content)
 
 
 def json_values(value: Any) -> Any:

@@ -12,13 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import grappe
 from grappe.contrib.doctor.checks import DoctorRequest, Finding, Machine, error, examine, warning
 from grappe.errors import EXIT_FAILURE, GrappeError
 from grappe.launch.child import doubt
 from grappe.launch.rank import ProcessRank
 from grappe.launch.start import start
-from grappe.words import count_of, first_line, host_name
+from grappe.words import VERSION, count_of, first_line, host_name
 
 WORDS = {"error": "ERROR", "warning": "warning", "note": "note"}
 CLOCK_SECONDS = 20.0  # leases of runs tell the living from the dead by the clock
@@ -141,7 +140,7 @@ def summary(findings: Sequence[Finding]) -> str:
     wrong = sum(finding.level != "note" for finding in findings)
     torch = importlib.metadata.version("torch")
     return (
-        f"grappe {grappe.__version__}, torch {torch}, Python {platform.python_version()}: "
+        f"grappe {VERSION}, torch {torch}, Python {platform.python_version()}: "
         f"{count_of(wrong, 'problem') if wrong else 'nothing is wrong here'}"
     )
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-import grappe
 from grappe.contrib.export import program as programs
 from grappe.contrib.export.cpp import write_program
 from grappe.contrib.export.folder import (
@@ -36,6 +35,7 @@ from grappe.training.task_reference import field_texts, resolve_task
 from grappe.verbs.evaluate import evaluate
 from grappe.verbs.load import data_of, load
 from grappe.verbs.predict.predict import predict
+from grappe.words import VERSION
 
 FORMATS: Mapping[Format, programs.Exporter] = {
     "program": write_program,
@@ -177,7 +177,7 @@ def _origin(run: Run, task: Task, checkpoint: str, *, averaged: bool) -> dict[st
     own_statistics = plan.data_parallel > 1 and not plan.synchronises
     return {
         "format": 1,
-        "grappe": grappe.__version__,
+        "grappe": VERSION,
         "torch": torch.__version__,
         "numpy": np.__version__,
         "run": printable(run.folder.absolute().name),
