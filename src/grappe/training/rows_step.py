@@ -265,6 +265,7 @@ class SpreadSteps(StepHandler):
             self._is_compared = True
             self._check_weights()
             self._began = time.perf_counter()
+            self._context.seconds.clear()
         self._check_batches()
         if self._several:
             plain = run
