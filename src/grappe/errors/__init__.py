@@ -75,6 +75,10 @@ class RunError(UsageError):
     """A run's folder is missing, damaged, or belongs to something else."""
 
 
+class ReplayError(RunError):
+    """A script fails on its way back to its checkpoint; the next start brings it back in another way."""
+
+
 class DataError(GrappeError):
     """A data file is missing, truncated or hostile."""
 

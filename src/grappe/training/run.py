@@ -51,6 +51,7 @@ PARTS = ("checkpoints", "logs", METRICS, FAILED, USAGE, "samples", "profile", "t
 ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("task", "class", "plan", "data", "dataset", "sampling", "source", "device"), str),
     **dict.fromkeys(("processor", "host", "started", "status", "bottleneck", "id", "name", "note", "script"), str),
+    "replay": str,
     **dict.fromkeys(("seed", "processes", "threads", "restarts", "step", "total_steps"), int),
     **dict.fromkeys(("fields", "used", "headspace", "loading", "drawn", "drawn_until"), dict[str, Any]),
     "start": TypedDict("Start", {"units": list[str]}, total=False),  # pyrefly: ignore

@@ -248,3 +248,61 @@ def test_numbers_of_an_enum_or_of_numpy_are_those_that_a_checkpoint_gives_back()
     assert [repr(numbers[name]) for name in ("mode", "mean", "done")] == ["2", "0.5", "True"]
     assert numbers["bound.__self__[0]"] == 7
     assert (mode, mean, done, bound()) == (2, 0.5, True, 1)
+
+
+LENGTHS = """
+import os
+from pathlib import Path
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader, Dataset
+
+
+class Sentences(Dataset):
+    def __init__(self):
+        self.words, self.lengths = torch.randint(1, 20, (40, 9)), torch.randint(1, 10, (40,))
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return self.words[index], self.lengths[index]
+
+
+torch.manual_seed(0)
+model = torch.nn.ModuleDict({"words": torch.nn.Embedding(20, 6), "gru": torch.nn.GRU(6, 8, batch_first=True)})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data, steps = Sentences(), 0
+for epoch in range(3):
+    for words, lengths in DataLoader(data, 8, shuffle=True):
+        lengths, order = lengths.sort(descending=True)
+        words = words[order][:, : int(lengths[0])]
+        packed = pack_padded_sequence(model["words"](words), lengths, batch_first=True)
+        output, _ = pad_packed_sequence(model["gru"](packed)[0], batch_first=True)
+        mask = torch.arange(int(lengths[0]))[None] < lengths[:, None]
+        optimizer.zero_grad()
+        (output * mask.unsqueeze(2)).square().sum(1).mean().backward()
+        optimizer.step()
+        steps += 1
+        if steps == 12 and not Path("once").exists():
+            Path("once").touch()
+            os._exit(3)
+print(sum(float(each.detach().double().abs().sum()) for each in model.parameters()))
+"""
+
+
+def test_a_script_whose_batches_have_lengths_is_brought_back_by_its_own_batches(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its masks have the lengths that it read, so the first batch again is none for them."""
+    Path("train.py").write_text(LENGTHS)
+    Path("once").touch()
+    plainly = as_it_is(LENGTHS, here)
+    Path("once").unlink()
+    with pytest.raises(ProcessDied, match="exit code 3"):
+        launch("train.py", [], ONE, run=Path("run"), save_every=2)
+    capfd.readouterr()
+    assert launch("train.py", [], ONE, run=Path("run"), save_every=2) == 0
+    said = capfd.readouterr()
+    assert said.out == plainly
+    assert "run: on its way back to step 10 the script failed with RuntimeError: " in said.err, said.err

@@ -138,9 +138,9 @@ def text(findings: Sequence[Finding]) -> str:
 def summary(findings: Sequence[Finding]) -> str:
     """Returns the first line: versions, and whether anything is wrong."""
     wrong = sum(finding.level != "note" for finding in findings)
-    torch = importlib.metadata.version("torch")
+    version, torch = VERSION, importlib.metadata.version("torch")
     return (
-        f"grappe {VERSION}, torch {torch}, Python {platform.python_version()}: "
+        f"grappe {version}, torch {torch}, Python {platform.python_version()}: "
         f"{count_of(wrong, 'problem') if wrong else 'nothing is wrong here'}"
     )
 

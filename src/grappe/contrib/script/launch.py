@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import importlib.machinery
 import itertools
 import os
@@ -19,11 +20,20 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, GrappeError, PlanError, ProcessDied, UsageError
+from grappe.errors import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    GrappeError,
+    PlanError,
+    ProcessDied,
+    ReplayError,
+    UsageError,
+)
 from grappe.errors.causes import broken_package, refused_process
 from grappe.errors.remedies import SCRIPTS, remedy
 from grappe.errors.user_line import PACKAGE, is_users_file
@@ -154,12 +164,23 @@ def launch(
             )
     sys.stdout.flush()
     shared = base if run is None else run.parent  # before it trains there is no run
-    code = start("grappe.contrib.script.launch:run_script", request, chosen, run=shared, saves=True)
+    code = _begun(functools.partial(start, f"{__name__}:run_script", request, chosen, run=shared, saves=True))
     if not spread_by and code == EXIT_INTERRUPTED and rank_from_environment() is None:
         options = [*(["--plan", str(chosen)] if str(chosen) else []), "--run", str(run)]
         options += [] if save_every is None else ["--save-every", str(save_every)]
         complain(f"grappe: resume: {shlex.join(['grappe', 'launch', *options, str(script), *arguments])}")
     return code
+
+
+def _begun(begin: Callable[[], int]) -> int:
+    """Begins the processes, and once more where the script fails on its way back to a checkpoint."""
+    try:
+        return begin()
+    except ReplayError as error:
+        if rank_from_environment() is not None:  # srun or torchrun begins them
+            raise
+        complain(f"grappe: {error}")
+        return begin()
 
 
 def parsed(script: Path) -> ast.Module:

@@ -28,8 +28,10 @@ from grappe.contrib.script.launch import INTERRUPTED, ScriptRequest, run_as_main
 from grappe.contrib.script.replay import Iteration, Replay, reads_noted
 from grappe.contrib.script.surroundings import dates_of_clock, surroundings_shared, writing_nothing
 from grappe.contrib.script.variables import Unchanged, Variables, variables_of
-from grappe.errors import EXIT_INTERRUPTED, EXIT_OK, RunError, TaskError, UsageError
+from grappe.errors import EXIT_INTERRUPTED, EXIT_OK, ReplayError, RunError, TaskError, UsageError
+from grappe.errors.user_line import line_of
 from grappe.launch import files
+from grappe.launch.local import lost_another
 from grappe.launch.rank import ProcessRank, hidden_rank
 from grappe.launch.signals import handled
 from grappe.launch.terminal import complain
@@ -55,6 +57,8 @@ from grappe.training.watchers.meter import Meter, used
 
 T = TypeVar("T")
 MOST_READ = 1 << 26  # bytes of what a script has read, which each checkpoint holds
+BY_BATCHES = "batches"
+"""How a run is brought back, in run.json: each batch is loaded again."""
 
 
 class ScriptFolder(LoopFolder):
@@ -124,6 +128,8 @@ class RecordedSteps(StepHandler):
         """Number of the iteration whose batches train now."""
         self._first = self._epochs = self._iterations = self._samples = 0
         self._live: dict[int, Iteration] = {}
+        self._began: dict[int, Mapping[str, Tensor]] = {}
+        """Random state at the beginning of each iteration, by which its batches can be loaded again."""
         self._saved_at = time.monotonic()
         self._reads: list[Any] = []
         self._clocks: list[float] = []
@@ -148,7 +154,8 @@ class RecordedSteps(StepHandler):
         if request.steps is not None:
             self._unwritten.enter_context(writing_nothing())
         if self._folder.checkpoint is not None:
-            self._replay = Replay(self._folder.checkpoint, self._world.rank)
+            by_batches = self._world.share(Run(self._folder.path).read_description().get("replay") == BY_BATCHES)
+            self._replay = Replay(self._folder.checkpoint, self._world.rank, loads=by_batches)
             self._first = self._replay.first
             self._spread.replaying = True
 
@@ -159,9 +166,12 @@ class RecordedSteps(StepHandler):
         made = Iteration(loader=loader, number=self._iterations, begin=begin, state=random_state(loader.generator))
         self._iterations += 1
         if self._replay is None or made.number < self._first:
+            self._began[made.number] = made.state
             made.plain = begin()
-        elif self._replay.computes:
-            self._replay.begin()
+        else:
+            self._began[made.number] = self._replay.random(f"began.{made.number}", self._world.rank)
+            if self._replay.computes:
+                self._replay.begin()
         return super().batches(loader, lambda: self._source(made))
 
     def _source(self, made: Iteration) -> Iterator[Any]:
@@ -328,6 +338,7 @@ class RecordedSteps(StepHandler):
         }
         tensors |= {f"gradient.{number}": gradient for number, gradient in gradients.items()}
         states = {"now": random_state(), **{f"live.{number}": each.state for number, each in self._live.items()}}
+        states |= {f"began.{number}": state for number, state in self._began.items()}
         for name, state in states.items():
             own |= {f"local.{rank}.random.{name}.{key}": tensor for key, tensor in state.items()}
         for number, generator in enumerate(variables.generators.values()):
@@ -387,6 +398,21 @@ class RecordedSteps(StepHandler):
             set_random_state(replay.random("now", rank))
         finally:
             self._leave_replay()
+
+    def replay_error(self, error: BaseException) -> RunError | None:
+        """Makes the error of a script that fails on its way back to a checkpoint; None if it is not there."""
+        if self._replay is None or self._folder is None or not isinstance(error, Exception):
+            return None
+        if lost_another(str(error)):
+            return None
+        run, step = self._folder.path, self._replay.step
+        why, line = type(error).__name__, line_of(error) or error
+        failed = f"{run}: on its way back to step {step} the script failed with {why}: {line}"
+        if self._replay.loads:
+            return RunError(f"{failed}. Begin another run, or resume by the script's own checkpoints")
+        if self._world.rank == 0:
+            Run(run).describe(replay=BY_BATCHES)
+        return ReplayError(f"{failed}. The next start loads each of its batches again")
 
     def _leave_replay(self) -> None:
         if self._replay is not None:
@@ -488,7 +514,10 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
             spread.close()
             steps.close(None)
         except BaseException as error:
-            steps.close(error)
+            failed = steps.replay_error(error)
+            steps.close(failed or error)
+            if failed is not None:
+                raise failed from error
             raise
         finally:
             for stream in alive(io.IOBase):  # the process ends without Python's own end

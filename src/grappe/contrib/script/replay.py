@@ -1,7 +1,8 @@
 """Brings a script back to its checkpoint: it runs again from its beginning, and computes nothing on its way.
 
 Modules return an earlier output of the same shape, loaders their first batch again, optimizers stand still. Each number
-that the script reads from a tensor, or from a clock, is the one that it read then: so it takes the same ways.
+that the script reads from a tensor, or from a clock, is the one that it read then: so it takes the same ways. A script
+for which the first batch will not do, as one that masks by lengths which it has read, loads each batch again.
 """
 
 from __future__ import annotations
@@ -97,9 +98,11 @@ class Replay:
 
     Args:
         rank: of this process.
+        loads: whether each batch is loaded again.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rank: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, rank: int, *, loads: bool = False) -> None:
+        self.loads, self._rank, self._loading = loads, rank, False
         self.values = checkpoint.read_values()["script"]
         self.tensors = checkpoint.read_tensors()
         self.step, self.first = checkpoint.step, int(self.values["first"])
@@ -121,7 +124,8 @@ class Replay:
         def calling(plain: Callable[..., Any]) -> Callable[..., Any]:
             def called(module: nn.Module, *arguments: Any, **options: Any) -> Any:
                 nonlocal runs
-                if runs or get_worker_info() is not None:  # a worker that was forked meanwhile, and stays
+                # A module of a dataset, or a worker that was forked meanwhile, and stays.
+                if runs or self._loading or get_worker_info() is not None:
                     return plain(module, *arguments, **options)
                 key = (id(module), module.training, _shape((arguments, options)))
                 if key not in self._outputs:
@@ -143,6 +147,9 @@ class Replay:
     def batches(self, iteration: Iteration) -> Iterator[Any]:
         """Yields batches of the shapes that a loader has, until the checkpoint is reached."""
         loader = iteration.loader
+        if self.loads:
+            yield from self._own(iteration)
+            return
         if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
             yield from iteration.begin()
             return
@@ -155,6 +162,20 @@ class Replay:
                     yield from iteration.begin()
                     return
             yield copied(_cut(first, rows))
+
+    def _own(self, iteration: Iteration) -> Iterator[Any]:
+        """Yields the batches that an iteration gave then."""
+        set_random_state(self.random(f"began.{iteration.number}", self._rank), iteration.loader.generator)
+        batches = iteration.begin()
+        while True:
+            self._loading = True
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._loading = False
+            yield batch
 
     def read(self) -> Any:
         """Returns the next value that the script read."""
@@ -185,7 +206,7 @@ class Replay:
 
 
 LOADING = Replay.batches.__code__
-"""Loads a batch of a dataset without torch's loader, under which nothing is read again."""
+"""Loads a batch of a dataset, also without torch's loader; nothing is read again under it."""
 
 
 def _shape(value: Any) -> Any:
