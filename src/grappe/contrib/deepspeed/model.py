@@ -15,7 +15,7 @@ from torch import nn
 from grappe.checkpoint.weights import Weights, read_into
 from grappe.contrib.deepspeed import library, settings, state
 from grappe.contrib.deepspeed.settings import Settings
-from grappe.contrib.deepspeed.state import Partitioned, PartitionedState, WholeState
+from grappe.contrib.deepspeed.state import PartitionedState, WholeState
 from grappe.data.batch import Batch
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.microbatch import evaluate
@@ -119,8 +119,9 @@ class DeepSpeedModel:
             "loss_scale": loss_scale,
         }
         if self.stage:
-            parts["partitioned"] = Partitioned(self.module, wrapped, self.stage, world.rank)
-        self.train_state = PartitionedState(**parts) if self.stage else WholeState(**parts)
+            self.train_state = PartitionedState(**parts, wrapped=wrapped, stage=self.stage)
+        else:
+            self.train_state = WholeState(**parts)
 
     def forward(self, inputs: Any) -> Any:
         """Computes the model's output, without DeepSpeed's engine around it."""
