@@ -424,10 +424,11 @@ class TrainingScores:
                 output, targets = tree_map(lambda leaf: _rows(leaf, micro), (output, micro.targets))
                 self._metrics.update(output, micro._replace(targets=targets, padding=0))
 
-    def copied(self) -> SliceSums:
-        """Begins to copy the sums to the host, as they are now: no step waits for the copies."""
-        states = self._metrics.small_states() if self._metrics is not None else {}
-        return self._copied(states)
+    def copied(self, states: Callable[[Metrics], dict[str, dict[str, Any]]] = Metrics.small_states) -> SliceSums:
+        """Begins to copy the sums to the host, as they are now, and the metrics' `states`: no step waits for them."""
+        of_metrics = {} if self._metrics is None else states(self._metrics)
+        part = SliceSums(self._world.data_rank, self._samples, self._count, self._sums, of_metrics)
+        return tree_map(host_copy, part)
 
     def so_far(self, copied: SliceSums) -> dict[str, Number]:
         """Returns `training_NAME` of each named loss and metric, over all processes, as of `copied`. Collective.
@@ -445,16 +446,11 @@ class TrainingScores:
         """Returns an evaluation's scores with the scores of the training before it, and starts again. Collective."""
         if not (scores.losses or self._metrics):
             return scores
-        states = self._metrics.device_states() if self._metrics is not None else {}
-        averages = self._merged(self._copied(states), Metrics.computed)
+        averages = self._merged(self.copied(Metrics.device_states), Metrics.computed)
         self._clear()
         if self._metrics is not None:
             self._metrics.reset()
         return dataclasses.replace(scores, metrics={**scores.metrics, **averages})
-
-    def _copied(self, states: dict[str, dict[str, Any]]) -> SliceSums:
-        part = SliceSums(self._world.data_rank, self._samples, self._count, self._sums, states)
-        return tree_map(host_copy, part)
 
     def _merged(self, copied: SliceSums, compute: Callable[..., dict[str, Number]]) -> dict[str, Number]:
         """Computes the mean of each named loss, and the metrics, over the slices that had a sample. Collective."""
