@@ -121,10 +121,13 @@ class CheckedSteps:
         """Beginning of the running check, and seconds of all."""
         self.steps = world.size * plan.microbatches
         """Number of this plan's steps in the time of one process's, at most."""
-        self._whose = "one process's" if world.size > 1 else "the whole batch's"
-        """Words for the step with which this plan's is compared."""
         self.distances: dict[int, float] = {}
         """Relative distance from one process's, by checked step; on process 0."""
+
+    @property
+    def _whose(self) -> str:
+        """Returns the words for the step with which this plan's is compared."""
+        return "one process's" if self._world.size > 1 else "the whole batch's"
 
     def is_due(self, step: int) -> bool:
         """Returns whether a step is to be checked; alike on all processes."""
