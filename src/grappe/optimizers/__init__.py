@@ -1,7 +1,6 @@
 """Optimizers that mean the same under any plan: LARS, LARC, LAMB, Muon; parameter groups, averages, larger batches."""
 
-from grappe.optimizers.batch_scaling import scale_factor, warmed_up
-from grappe.optimizers.common import by_name
+from grappe.optimizers.common import by_name, scale_factor, warmed_up
 from grappe.optimizers.layerwise import LAMB, LARC, LARS
 from grappe.optimizers.muon import Muon
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -103,20 +104,7 @@ class LARC(LARS):
     """
 
     _limited = True
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 0.1,
-        *,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        trust_coefficient: float = 0.02,
-        adapt: bool = True,
-    ) -> None:
-        super().__init__(
-            params, lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, adapt=adapt
-        )
+    __init__ = functools.partialmethod(LARS.__init__, trust_coefficient=0.02)  # type: ignore[assignment]
 
 
 class LAMB(GroupOptimizer):

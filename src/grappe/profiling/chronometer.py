@@ -98,7 +98,7 @@ class Chronometer:
         self._row = self.last_step = NOTHING.copy()
         """Host seconds of the last step by phase."""
         self._rows = array("d")
-        self._blocks: deque[Any] = deque(maxlen=BLOCKS)
+        self._kept: list[Any] = []
         self._totals = NOTHING.copy()
         self._steps = self._next_upkeep = 0
         self._window: tuple[int, list[float]] = (0, NOTHING.copy())
@@ -212,7 +212,7 @@ class Chronometer:
         self._fold()
         totals = [a + b for a, b in zip(self._totals, self._row, strict=True)]
         totals[self._phase] += time.perf_counter() - self._at
-        rows = np.concatenate([*self._blocks, np.zeros((0, len(PHASES)))])[:, : len(IN_A_STEP)]
+        rows = np.concatenate([*self._kept, np.zeros((0, len(PHASES)))])[:, : len(IN_A_STEP)]
         clock = "host"
         if self._cuda is not None and (device := self._cuda.rows()):
             rows, clock = np.array(device), "device"
@@ -250,16 +250,13 @@ class Chronometer:
             self.held = memory.held(optimizer, (parameter for _, parameter in self.parameters))
 
     def _fold(self) -> None:
-        """Adds the steps since the last call to the totals, and keeps them as a block for medians."""
+        """Adds the steps since the last call to the totals, and keeps them for medians."""
         if not self._rows:
             return
         import numpy as np
 
         block = np.array(self._rows).reshape(-1, len(PHASES))
-        self._blocks.append(block)
-        if len(block) < KEPT and len(self._blocks) > 1 and len(self._blocks[-2]) < KEPT:
-            late = self._blocks.pop()
-            self._blocks[-1] = np.concatenate([self._blocks[-1], late])
+        self._kept = [np.concatenate([*self._kept, block])[-BLOCKS * KEPT :]]
         self._totals = [a + float(b) for a, b in zip(self._totals, block.sum(0), strict=True)]
         self._rows = array("d")
 

@@ -63,20 +63,11 @@ def gradient_norm(parameters: Sequence[nn.Parameter], stages: dist.ProcessGroup 
     Args:
         stages: the processes that hold the other parts of the model, under a pipeline.
     """
-    by_axes: dict[tuple[int, ...], list[Tensor]] = {}
-    groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        axes = sharded_groups(gradient)
-        key = tuple(id(group) for group in axes)
-        groups[key] = axes
-        by_axes.setdefault(key, []).append(local_part(gradient))
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     total: Tensor | None = None
-    for key, gradients in by_axes.items():
-        square = _square(gradients)
-        for group in groups[key]:
+    for groups, numbers in by_groups(gradients):
+        square = _square([local_part(gradients[number]) for number in numbers])
+        for group in groups:
             dist.all_reduce(square, group=group)
         total = square if total is None else total + square
     if stages is not None and total is None:
@@ -112,6 +103,15 @@ def sharded_groups(gradient: Tensor) -> list[dist.ProcessGroup]:
     assert not any(placement.is_partial() for placement in gradient.placements), "an unreduced gradient"
     # Not only Shard: FSDP2 with tensor parallelism has _StridedShard, which is not a Shard.
     return [mesh.get_group(axis) for axis, placed in enumerate(gradient.placements) if not placed.is_replicate()]
+
+
+def by_groups(tensors: Sequence[Tensor]) -> list[tuple[list[dist.ProcessGroup], list[int]]]:
+    """Sorts tensors by the process groups over which they are sharded; returns the groups, and the tensors' numbers."""
+    sorted_in: dict[tuple[int, ...], tuple[list[dist.ProcessGroup], list[int]]] = {}
+    for number, tensor in enumerate(tensors):
+        groups = sharded_groups(tensor)
+        sorted_in.setdefault(tuple(map(id, groups)), (groups, []))[1].append(number)
+    return list(sorted_in.values())
 
 
 def bounding(norm: Tensor, bound: float) -> Tensor:

@@ -7,9 +7,7 @@ W processes, each with n parameters.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,9 +23,6 @@ from grappe.launch.world import World, packed, unpacked
 from grappe.private_api.torch import tree_map
 from grappe.step.clip import PIECE
 from grappe.words import format_seconds, host_name
-
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The type of integers whose bits a number has, by its bytes."""
 
 Gradient = Callable[[Batch, Microbatch, int], Sequence[Tensor | None]]
 """Computes a piece's gradients, from a batch, the piece, and its number in the batch; changes nothing."""
@@ -180,30 +175,13 @@ class CrossCheck:
         dist.recv(content, rank, group=self._world.control)
         index, micro, digest = unpacked(content.numpy().tobytes())
         device = self._world.device
-        micro = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Sent | Tensor) else leaf, micro)
+        micro = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, micro)
         return (index, micro), digest
-
-
-@dataclasses.dataclass(frozen=True)
-class Sent:
-    """A tensor on its way to another process: pickling a tensor itself takes three times as long."""
-
-    content: bytes
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def to(self, device: torch.device) -> Tensor:
-        """Makes the tensor again."""
-        flat = torch.frombuffer(bytearray(self.content), dtype=self.dtype) if self.content else torch.empty(0)
-        return flat.to(self.dtype).reshape(self.shape).to(device)
 
 
 def _copied(leaf: Any) -> Any:
     """Copies a leaf of a piece for sending: a view of a batch would bring the whole batch along."""
-    if type(leaf) is not Tensor or leaf.layout is not torch.strided:
-        return leaf.to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
-    content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return Sent(content.numpy().tobytes(), leaf.dtype, tuple(leaf.shape))
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _third(first: int, second: int, nodes: Sequence[str]) -> int | None:
@@ -216,39 +194,13 @@ def _third(first: int, second: int, nodes: Sequence[str]) -> int | None:
     return next((rank for rank in free if len(involved) == 1 or nodes[rank] not in involved), None)
 
 
-@torch.no_grad()
 def _digest(gradients: Sequence[Tensor | None]) -> list[int]:
-    """Sums each gradient's bits, small ones of one type in one go, as each operator has its price; None has 0."""
-    runs, filling = list[list[int]](), dict[tuple[torch.dtype, torch.device], tuple[list[int], int]]()
-    for number, gradient in enumerate(gradients):
-        size = 0 if gradient is None else gradient.numel()
-        if gradient is None or not size:
-            continue
-        kind = gradient.dtype, gradient.device
-        run, length = filling.get(kind, ([], PIECE))
-        if length + size > PIECE:
-            run, length = [], 0
-            runs.append(run)
-        run.append(number)
-        if size <= PIECE // 2 and gradient.element_size() in INTEGERS:
-            filling[kind] = run, length + size
-    digest = [0] * len(gradients)
-    if runs:
-        sums = [_sums_of_bits([gradient for n in run if (gradient := gradients[n]) is not None]) for run in runs]
-        values = torch.cat([each.to(sums[0].device) for each in sums]).tolist()
-        for number, value in zip(itertools.chain.from_iterable(runs), values, strict=True):
-            digest[number] = value
-    return digest
-
-
-def _sums_of_bits(tensors: Sequence[Tensor]) -> Tensor:
-    """Sums the bits of each of some tensors of one type, n: by differences of running sums, as 2^64 is no limit."""
-    if len(tensors) == 1:
-        return sum_of_bits(tensors[0]).reshape(1)
-    bits = torch.cat([tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()]) for tensor in tensors]).long()
-    ends = torch.tensor([tensor.numel() for tensor in tensors]).cumsum(0) - 1
-    running = (bits * _factors(bits.device)[: len(bits)]).cumsum(0)[ends.to(bits.device)]
-    return running.diff(prepend=running.new_zeros(1))
+    """Sums each gradient's bits; None has 0."""
+    present = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
+    sums = [sum_of_bits(gradient) for gradient in present.values()]
+    values = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+    by_number = dict(zip(present, values, strict=True))
+    return [by_number.get(number, 0) for number in range(len(gradients))]
 
 
 @torch.no_grad()

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grappe.data.batch import Batch, Microbatch, flat, with_rows
+from grappe.data.batch import Batch, LossWeights, Microbatch, flat, with_rows
 from grappe.domain.batches import uncut
 from grappe.domain.parts import Domain
 from grappe.errors import PlanError, TaskError
@@ -25,10 +25,6 @@ from grappe.profiling.phases import BACKWARD
 from grappe.rows.tensor import full, own_term
 from grappe.step.observers import Observers
 from grappe.task import Task
-
-if TYPE_CHECKING:
-    from grappe.data.batch import LossWeights
-
 
 NO_NAMES: Mapping[str, Tensor] = {}
 RELATIVE = {torch.float16: 0.05, torch.bfloat16: 0.05}

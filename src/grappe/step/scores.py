@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -130,7 +130,7 @@ class Scorer:
                     into.setdefault(name, DeviceNumbers(self._world.device)).append(number)
         if micro.rows:
             self._samples += micro.rows
-            if self._world.domain is not None and self._metrics.several:
+            if self._world.domain is not None and self._metrics.names:
                 output, targets = uncut((output, micro.targets), "metrics")
                 micro = micro._replace(targets=targets)
             self._metrics.keep_first(output, micro)
@@ -154,18 +154,6 @@ class Scorer:
         samples = sum(sums["samples"] for sums in everyone)
         if samples != expected:
             raise TaskError(f"evaluation saw {samples} samples of a dataset of {expected}: its length changed")
-        loss, count, losses, divisors = self._divided(everyone)
-        metrics = self._metrics.computed([sums["states"] for sums in everyone if sums["samples"]])
-        for name in losses.keys() & metrics.keys():
-            raise TaskError(
-                f"a metric and a loss are both called '{name}': give one another name{at(self._task, 'metrics')}"
-            )
-        return Scores(samples=samples, count=count, loss=loss, metrics={**losses, **metrics}, losses=divisors)
-
-    def _divided(
-        self, everyone: Sequence[Mapping[str, Any]]
-    ) -> tuple[float, float, dict[str, float], dict[str, float]]:
-        """Returns the mean loss and what it was divided by, and both of each named loss."""
         # fsum rounds once, at its end, so neither the order nor the number of processes shows in the loss.
         pairs = [pair for sums in everyone for pair in sums["totals"]]
         total, count = (math.fsum(pair[part] for pair in pairs) for part in (0, 1))
@@ -176,7 +164,12 @@ class Scorer:
             for name, total in named.items()
         }
         loss = math.fsum(losses.values()) if counts else self._mean(total, count)
-        return loss, count, losses, divisors
+        metrics = self._metrics.computed([sums["states"] for sums in everyone if sums["samples"]])
+        for name in losses.keys() & metrics.keys():
+            raise TaskError(
+                f"a metric and a loss are both called '{name}': give one another name{at(self._task, 'metrics')}"
+            )
+        return Scores(samples=samples, count=count, loss=loss, metrics={**losses, **metrics}, losses=divisors)
 
     def _mean(self, total: float, count: float, name: str = "") -> float:
         if count:
@@ -202,6 +195,7 @@ class Metrics:
     def __init__(self, task: Task, world: World, method: str = "metrics") -> None:
         self._task = task
         self._metrics = {name: metric.to(world.device) for name, metric in metrics_of(task, method).items()}
+        self.names = list(self._metrics)
         for name, metric in self._metrics.items():
             if world.size > 1 and not default_states(metric):
                 raise TaskError(
@@ -212,11 +206,6 @@ class Metrics:
         self._first: list[tuple[list[Any], Any]] | None = []
         """Outputs and targets of the first samples, as leaves and nesting; None: they are not compared."""
         self._most = CHECKED_SAMPLES
-
-    @property
-    def several(self) -> bool:
-        """Returns whether there is a metric."""
-        return bool(self._metrics)
 
     def update(self, output: Any, micro: Microbatch) -> None:
         """Adds a microbatch's samples.
@@ -248,11 +237,9 @@ class Metrics:
         if kept is None or not self._metrics or (left := self._most - sum(len(leaves[0]) for leaves, _ in kept)) <= 0:
             return
         leaves, nesting = tree_flatten((output, micro.targets))
-        if any(not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != micro.size for leaf in leaves):
-            self._first = None
-            return
-        size = sum(leaf.nbytes for leaf in leaves) / micro.size
-        if 2 * size > MOST_BYTES:  # logits of a language model
+        odd = any(not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != micro.size for leaf in leaves)
+        size = 0 if odd else sum(leaf.nbytes for leaf in leaves) / micro.size
+        if odd or 2 * size > MOST_BYTES:  # logits of a language model
             self._first = None
             return
         self._most = min(self._most, max(2, int(CHECKED_BYTES / size)))
@@ -437,10 +424,11 @@ class TrainingScores:
                 output, targets = tree_map(lambda leaf: _rows(leaf, micro), (output, micro.targets))
                 self._metrics.update(output, micro._replace(targets=targets, padding=0))
 
-    def copied(self) -> SliceSums:
-        """Begins to copy the sums to the host, as they are now: no step waits for the copies."""
-        states = self._metrics.small_states() if self._metrics is not None else {}
-        return self._copied(states)
+    def copied(self, states: Callable[[Metrics], dict[str, dict[str, Any]]] = Metrics.small_states) -> SliceSums:
+        """Begins to copy the sums to the host, as they are now, and the metrics' `states`: no step waits for them."""
+        of_metrics = {} if self._metrics is None else states(self._metrics)
+        part = SliceSums(self._world.data_rank, self._samples, self._count, self._sums, of_metrics)
+        return tree_map(host_copy, part)
 
     def so_far(self, copied: SliceSums) -> dict[str, Number]:
         """Returns `training_NAME` of each named loss and metric, over all processes, as of `copied`. Collective.
@@ -449,50 +437,34 @@ class TrainingScores:
         """
         if self._nothing_to_show:
             return {}
-        slices = self._gathered(copied)
-        scores = _losses(slices)
-        if slices and self._metrics is not None:
-            scores |= self._metrics.computed_so_far([part.states for part in slices])
+        scores = self._merged(copied, Metrics.computed_so_far)
         # Every process has the same: from now on all of them gather, or none.
         self._nothing_to_show = self._metrics is None and not scores
-        return _named(scores)
+        return scores
 
     def joined(self, scores: Scores) -> Scores:
         """Returns an evaluation's scores with the scores of the training before it, and starts again. Collective."""
         if not (scores.losses or self._metrics):
             return scores
-        states = self._metrics.device_states() if self._metrics is not None else {}
-        slices = self._gathered(self._copied(states))
-        averages = _losses(slices)
-        if slices and self._metrics is not None:
-            averages |= self._metrics.computed([part.states for part in slices])
+        averages = self._merged(self.copied(Metrics.device_states), Metrics.computed)
         self._clear()
         if self._metrics is not None:
             self._metrics.reset()
-        return dataclasses.replace(scores, metrics={**scores.metrics, **_named(averages)})
+        return dataclasses.replace(scores, metrics={**scores.metrics, **averages})
 
-    def _copied(self, states: dict[str, dict[str, Any]]) -> SliceSums:
-        part = SliceSums(self._world.data_rank, self._samples, self._count, self._sums, states)
-        return tree_map(host_copy, part)
-
-    def _gathered(self, copied: SliceSums) -> list[SliceSums]:
-        """Gathers the data slices that had a sample, in the order of their ranks. Collective."""
+    def _merged(self, copied: SliceSums, compute: Callable[..., dict[str, Number]]) -> dict[str, Number]:
+        """Computes the mean of each named loss, and the metrics, over the slices that had a sample. Collective."""
         # Stages before the last have seen no output, and tensor-parallel processes the same ones.
         seen = {part.rank: part for part in self._world.gather(tree_map(read, copied)) if part.samples}
-        return [part for _, part in sorted(seen.items())]
-
-
-def _losses(slices: Sequence[SliceSums]) -> dict[str, Number]:
-    """Computes the mean of each named loss."""
-    count = sum(float(part.count) for part in slices) or 1.0
-    return {
-        f"loss_{name}": math.fsum(float(part.sums.get(name, 0.0)) for part in slices) / count
-        for name in dict.fromkeys(name for part in slices for name in part.sums)
-    }
-
-
-def _named(scores: Mapping[str, Number]) -> dict[str, Number]:
-    return {f"training_{name}": value for name, value in scores.items()}
+        slices = [part for _, part in sorted(seen.items())]
+        count = sum(float(part.count) for part in slices) or 1.0
+        scores: dict[str, Number] = {
+            f"loss_{name}": math.fsum(float(part.sums.get(name, 0.0)) for part in slices) / count
+            for name in dict.fromkeys(name for part in slices for name in part.sums)
+        }
+        if slices and self._metrics is not None:
+            scores |= compute(self._metrics, [part.states for part in slices])
+        return {f"training_{name}": value for name, value in scores.items()}
 
 
 def _rows(leaf: Any, micro: Microbatch) -> Any:

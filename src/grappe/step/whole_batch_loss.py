@@ -163,7 +163,15 @@ class WholeBatchLosses:
             values, named = values_of(self._task, output, targets, batch.samples, all_weights)
             gradients: Sequence[Tensor | None] = [None] * len(leaves)
             if scale is not None:
-                gradients = self._gradients(values, leaves, batch, all_weights, scale)
+                if not values.requires_grad:
+                    raise TaskError(f"{type(self._task).__name__}.loss() does not depend on the model's output")
+                if all_weights is not None:
+                    start = (all_weights * (scale / batch.count)).to(values.dtype)
+                else:
+                    start = torch.full_like(values, scale / (float(batch.count) * (values.numel() // batch.samples)))
+                present = [leaf for leaf in leaves if leaf is not None]
+                computed = iter(torch.autograd.grad(values, present, start, allow_unused=True))
+                gradients = [None if leaf is None else self._own_gradient(next(computed)) for leaf in leaves]
             totals = self._totals(values, batch)
             named_totals = {name: self._totals(each, batch) for name, each in named.items()}
         by_micro = _by_microbatch(gradients, leaves, micros, first=self._slices.layout(batch.samples).has_first)
@@ -235,27 +243,14 @@ class WholeBatchLosses:
                     f"sample, and there is {type(leaf).__name__} in it"
                 )
 
-    def _gradients(
-        self, values: Tensor, trained: Sequence[Tensor | None], batch: Batch, weights: Tensor | None, scale: float
-    ) -> list[Tensor | None]:
-        """Computes the gradient of the global batch's mean loss x `scale`: this process's rows of each leaf's."""
-        leaves = [leaf for leaf in trained if leaf is not None]
-        if not values.requires_grad:
-            raise TaskError(f"{type(self._task).__name__}.loss() does not depend on the model's output")
-        start = _start(values, batch, weights, scale)
-        gradients = iter(torch.autograd.grad(values, leaves, start, allow_unused=True))
-        every = [None if leaf is None else next(gradients) for leaf in trained]
-        return [grad if grad is None else self._slices.own_rows(grad) if grad.dim() else full(grad) for grad in every]
+    def _own_gradient(self, gradient: Tensor | None) -> Tensor | None:
+        """Returns this process's rows of a leaf's gradient; a scalar's whole."""
+        if gradient is None:
+            return None
+        return self._slices.own_rows(gradient) if gradient.dim() else full(gradient)
 
 
 AnyLosses = Losses | WholeBatchLosses
-
-
-def _start(values: Tensor, batch: Batch, weights: Tensor | None, scale: float) -> Tensor:
-    """Returns the gradient of the global batch's mean loss x `scale` with respect to the global batch's `values`."""
-    if weights is not None:
-        return (weights * (scale / batch.count)).to(values.dtype)
-    return torch.full_like(values, scale / (float(batch.count) * (values.numel() // batch.samples)))
 
 
 def _joined(leaves: Sequence[Tensor], micros: Sequence[Microbatch], what: str) -> Tensor:

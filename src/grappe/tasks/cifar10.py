@@ -13,7 +13,7 @@ from grappe import Arrays, Download, Task, normalise
 from grappe.data.augment import flip, mixup, pad_and_crop
 from grappe.data.formats import cifar10_binary, cifar10_python, locate
 from grappe.errors import TaskError
-from grappe.optimizers.batch_scaling import LrScaling, scale_factor, warmed_up
+from grappe.optimizers.common import LrScaling, scale_factor, warmed_up
 from grappe.tasks.images.resnet import convolution, resnet
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import nn
 
 from grappe import Arrays, Task
 from grappe.errors import TaskError
-from grappe.optimizers.batch_scaling import LrScaling, scale_factor, warmed_up
+from grappe.optimizers.common import LrScaling, scale_factor, warmed_up
 
 if TYPE_CHECKING:
     import torchmetrics

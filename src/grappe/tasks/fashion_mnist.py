@@ -12,7 +12,7 @@ from torch import nn
 from grappe import Arrays, Download, normalise
 from grappe.data.formats import locate, mnist
 from grappe.errors import TaskError
-from grappe.optimizers.batch_scaling import LrScaling, warmed_up
+from grappe.optimizers.common import LrScaling, warmed_up
 from grappe.tasks.digits import Digits
 
 SOURCE = "https://github.com/zalandoresearch/fashion-mnist (about 30 MB)"

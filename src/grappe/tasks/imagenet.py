@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from grappe import Arrays, Sampling, Task
 from grappe.data import CentreCrop, Images, Normalise, RandomResizedCrop, augment
 from grappe.errors import DataNotFound, TaskError
-from grappe.optimizers.batch_scaling import LrScaling, scale_factor
+from grappe.optimizers.common import LrScaling, scale_factor
 from grappe.tasks.images.resnet import convolution, initialise, resnet
 
 if TYPE_CHECKING:

@@ -119,13 +119,10 @@ class CheckedSteps:
         self._start, self._next = 0, -1
         self._began, self._spent = 0.0, 0.0
         """Beginning of the running check, and seconds of all."""
+        self.steps = world.size * plan.microbatches
+        """Number of this plan's steps in the time of one process's, at most."""
         self.distances: dict[int, float] = {}
         """Relative distance from one process's, by checked step; on process 0."""
-
-    @property
-    def steps(self) -> int:
-        """Returns the number of this plan's steps in the time of one process's, at most."""
-        return self._world.size * self._plan.microbatches
 
     @property
     def _whose(self) -> str:

@@ -55,7 +55,7 @@ from grappe.training.options import SAVE_SECONDS, Options
 from grappe.training.run import Run
 from grappe.training.watchdog import Watchdog
 from grappe.training.watchers.base import Outcome, Record, RunInfo
-from grappe.training.watchers.curves import LoggedLoader
+from grappe.training.watchers.curves import SampleLog
 from grappe.training.watchers.watcher_list import WatcherList
 from grappe.words import format_seconds, host_name
 
@@ -125,9 +125,11 @@ class Training:
     info: RunInfo
     world: World
     engine: Engine
-    batches: BatchLoader | LoggedLoader
+    batches: BatchLoader
     """The training batches."""
-    validation: BatchLoader | LoggedLoader
+    validation: BatchLoader
+    sample_log: SampleLog | None
+    """Log of the samples of steps and evaluations; None: it is not kept."""
     clock: Chronometer
     watchers: WatcherList
     watchdog: Watchdog
@@ -216,7 +218,7 @@ class Training:
             elif not start:
                 with self.first_use():
                     self._rehearse_evaluation()
-            self.engine.train(self._timed(self.batches.batches(start, self.info.last_step)), self.after)
+            self.engine.train(self._timed(self._read("step", self.batches, start, self.info.last_step)), self.after)
             clock.finish()
             self._read_previous_step()
             self._notify_watchers()
@@ -258,6 +260,10 @@ class Training:
         """Says what holds the training back most; "" if nothing stands out. Collective."""
         largest = self.meter.largest(lambda _: (waits.share if waits.advice else 0.0, waits.advice))
         return "" if largest is None else largest.sentence
+
+    def _read(self, kind: str, loader: BatchLoader, start: int, stop: int) -> Iterator[Batch]:
+        log = self.sample_log
+        return loader.batches(start, stop) if log is None else log.batches(kind, loader, start, stop)
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yields the same batches; the wait for each counts as data, the time after it as forward."""
@@ -394,7 +400,7 @@ class Training:
         order = self.validation.order
         total, limit = order.steps_per_epoch, self.options.validation_batches
         taken = min(total, limit or total)
-        batches = self.watchdog.counted(self.validation.batches(0, taken))
+        batches = self.watchdog.counted(self._read("evaluation", self.validation, 0, taken))
         weights = self.engine.train_state.evaluated_weights()
         began = time.perf_counter()
         with self.clock.during(phases.EVALUATION), weights, self.average.in_place():
@@ -480,23 +486,18 @@ class Training:
             else:
                 problem = self.saver.save(step, tensors, own, values, stream)
                 self._saved_step = step
-            self._report_failed_save(problem)
+        if problem is not None:
+            if not Run.is_run(info.folder):
+                raise RunError(
+                    f"{problem}. The run's folder {info.folder} is gone or was moved, so nothing can be "
+                    "saved any more: if it was moved, move it back, and start again"
+                )
+            if self.options.stop_on_failed_save:
+                raise RunError(f"{problem}. The checkpoint before it is whole")
+            self.watchers.call("failed_to_save", problem)
         seconds = time.perf_counter() - began
         self._saving_seconds += seconds
         self.stop_signal.reserve(saving=seconds)
-
-    def _report_failed_save(self, problem: str | None) -> None:
-        if problem is None:
-            return
-        folder = self.info.folder
-        if not Run.is_run(folder):
-            raise RunError(
-                f"{problem}. The run's folder {folder} is gone or was moved, so nothing can be "
-                "saved any more: if it was moved, move it back, and start again"
-            )
-        if self.options.stop_on_failed_save:
-            raise RunError(f"{problem}. The checkpoint before it is whole")
-        self.watchers.call("failed_to_save", problem)
 
 
 ANOMALY = re.compile("Traceback of forward call")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from grappe.checkpoint.weights import MODEL, Weights
 from grappe.data.loading import Loading
@@ -27,9 +28,6 @@ from grappe.training.watchers.expected_end import ExpectedEnd
 from grappe.training.watchers.logger import find as find_logger
 from grappe.training.watchers.profile import Profile
 from grappe.words import count_of, format_bytes, host_name, plan_name
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 SHOWN_NODES = 4
 SHOWN_FIELDS = ("lr", "momentum", "betas", "weight_decay")

@@ -54,7 +54,7 @@ from grappe.training.start_run import Data, StartedRun, start_run
 from grappe.training.task_reference import TaskReference
 from grappe.training.watchdog import Watchdog
 from grappe.training.watchers.base import ClockWatcher, Outcome, RunInfo, Watcher
-from grappe.training.watchers.curves import LoggedLoader, NoiseWatcher, SampleLog
+from grappe.training.watchers.curves import NoiseWatcher, SampleLog
 from grappe.training.watchers.meter import Meter, slow_node, used
 from grappe.training.watchers.watcher_list import WatcherList, gradients_hooked
 
@@ -189,8 +189,9 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 info=info,
                 world=world,
                 engine=engine,
-                batches=batches if sample_log is None else LoggedLoader(sample_log, batches, "step"),
-                validation=validation if sample_log is None else LoggedLoader(sample_log, validation, "evaluation"),
+                batches=batches,
+                validation=validation,
+                sample_log=sample_log,
                 clock=clock,
                 watchers=watchers,
                 watchdog=Watchdog(

@@ -72,7 +72,7 @@ def strategies(process: ProcessRank, rendezvous_folder: Path, plan: str) -> tupl
     engine, _ = made(plan, process, rendezvous_folder)
     trainer = make_trainer(engine._parts, [])
     kind = type(trainer.strategy).__mro__[2].__name__
-    engine._parts.steps.setup.world.leave()
+    engine._parts.setup.world.leave()
     return kind, trainer.num_devices, trainer.num_nodes, trainer.world_size
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from grappe.checkpoint.weights import Weights, read_into
 from grappe.contrib.deepspeed import library, settings, state
 from grappe.contrib.deepspeed.settings import Settings
-from grappe.contrib.deepspeed.state import Partitioned, PartitionedState, WholeState
+from grappe.contrib.deepspeed.state import PartitionedState, WholeState
 from grappe.data.batch import Batch
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.microbatch import evaluate
@@ -41,22 +41,42 @@ class DeepSpeedModel:
     train_state: TrainState
 
     def __init__(self, setup: EngineSetup, loss_scale: LossScale) -> None:
-        self._setup = setup
-        self.stage = settings.stage(setup.plan)
-        self._deepspeed = library.load(setup.world)
-        self._communication = library.Communication(setup.world)
-        if setup.plan.offload != "none":
+        self._setup, task, plan, world = setup, setup.task, setup.plan, setup.world
+        self.stage = settings.stage(plan)
+        deepspeed = library.load(world)
+        self._communication = library.Communication(world)
+        if plan.offload != "none":
             # By default glibc keeps freed blocks of up to 32 MiB; their number grows with the data that goes to the
             # disk and back. From a megabyte on they now return to the system.
             memory.mallopt(mmap=1 << 20)
-        self._scratch = library.Scratch(setup.plan, setup.world)
+        self._scratch = library.Scratch(plan, world)
         with library.linear(zero3=False):
             self.module, config = self._make_model()
             # A context of its own: evaluation is inside another already, and neither may be entered twice.
-            self._carrier = _Carrier(
-                self.module, autocast(setup.plan.precision, setup.world.device), setup.task.forward
+            self._carrier = _Carrier(self.module, autocast(plan.precision, world.device), task.forward)
+            self.named = trained_parameters(self.module)
+            self.reached = Reached(self.module, self.stage, world)
+            task_optimizer = optimizer_of(task, self.named)
+            state.check_elementwise(task_optimizer, self.stage)
+            self.optimizer, description = state.chosen(task_optimizer, plan, world)
+            setup.observers.optimizer(self.optimizer, self.named)
+            self.remark = f"DeepSpeed {deepspeed.__version__}, ZeRO {self.stage}, {description}"
+            self.engine, wrapped, *_ = deepspeed.initialize(
+                model=self._carrier, optimizer=self.optimizer, config=config, dist_init_required=False
             )
-            self._initialize(config, loss_scale)
+            # After it has dropped groups without parameters.
+            self.schedule = schedule_of(task, self.optimizer, setup.total_steps)
+            parts: dict[str, Any] = {
+                "model": self.module,
+                "optimizer": self.optimizer,
+                "schedule": self.schedule,
+                "world": world,
+                "loss_scale": loss_scale,
+            }
+            if self.stage:
+                self.train_state = PartitionedState(**parts, wrapped=wrapped, stage=self.stage)
+            else:
+                self.train_state = WholeState(**parts)
         self._carrier.train()
 
     def _make_model(self) -> tuple[nn.Module, settings.Settings]:
@@ -96,31 +116,6 @@ class DeepSpeedModel:
         if plan.synchronises and world.data_group is not None:
             synchronise_batchnorm(model, world.data_group)
         return model, config
-
-    def _initialize(self, config: settings.Settings, loss_scale: LossScale) -> None:
-        task, plan, world = self._setup.task, self._setup.plan, self._setup.world
-        self.named = trained_parameters(self.module)
-        self.reached = Reached(self.module, self.stage, world)
-        task_optimizer = optimizer_of(task, self.named)
-        state.check_elementwise(task_optimizer, self.stage)
-        self.optimizer, description = state.chosen(task_optimizer, plan, world)
-        self._setup.observers.optimizer(self.optimizer, self.named)
-        self.remark = f"DeepSpeed {self._deepspeed.__version__}, ZeRO {self.stage}, {description}"
-        self.engine, wrapped, *_ = self._deepspeed.initialize(
-            model=self._carrier, optimizer=self.optimizer, config=config, dist_init_required=False
-        )
-        # After it has dropped groups without parameters.
-        self.schedule = schedule_of(task, self.optimizer, self._setup.total_steps)
-        parts: dict[str, Any] = {
-            "model": self.module,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "world": world,
-            "loss_scale": loss_scale,
-        }
-        if self.stage:
-            parts["partitioned"] = Partitioned(self.module, wrapped, self.stage, world.rank)
-        self.train_state = PartitionedState(**parts) if self.stage else WholeState(**parts)
 
     def forward(self, inputs: Any) -> Any:
         """Computes the model's output, without DeepSpeed's engine around it."""

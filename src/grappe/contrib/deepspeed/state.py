@@ -130,163 +130,6 @@ def _fresh_powers(optimizer: Any, *_: Any) -> None:
     kernel.create_adam(number, *settings)
 
 
-class Partitioned:
-    """The parameters and optimizer state of a ZeRO optimizer of stage 1 to 3.
-
-    Args:
-        wrapped: DeepSpeed's ZeRO optimizer, which wraps the given one.
-    """
-
-    def __init__(self, model: nn.Module, wrapped: Any, stage: int, rank: int) -> None:
-        self._model, self._wrapped, self._stage, self._rank = model, wrapped, stage, rank
-
-    def shapes(self) -> dict[str, Tensor]:
-        """Returns every tensor of the state by name, on the meta device."""
-        shapes = {}
-        for name, parameter in self._model.named_parameters():
-            shapes[f"{MODEL}{name}"] = _meta(parameter)
-        split, counters = self._keys()
-        for name, parameter in self._trained():
-            for key in split:
-                shapes[f"{OPTIMIZER}{name}.{key}"] = _meta(parameter).float()
-            for key, value in counters.items():
-                if isinstance(value, Tensor):
-                    shapes[f"{OPTIMIZER}{name}.{key}"] = value.to("meta")
-        return shapes
-
-    def plain(self) -> dict[str, dict[str, Any]]:
-        """Returns, by parameter, the entries of its state that are not tensors."""
-        counters = {k: v for k, v in self._keys()[1].items() if not isinstance(v, Tensor) and v is not None}
-        return {name: dict(counters) for name, _ in self._trained()} if counters else {}
-
-    def values(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the whole tensors of `shapes`, in the same order, one at a time. Collective."""
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        for name, parameter in self._model.named_parameters():
-            with self.gathered(parameter):
-                yield f"{MODEL}{name}", parameter.detach()
-        split, counters = self._keys()
-        if split:
-            self._link()
-        for name, parameter in self._trained():
-            for key in split:
-                state = safe_get_full_optimizer_state(parameter, key)
-                assert state is not None
-                yield f"{OPTIMIZER}{name}.{key}", state.view(_shape(parameter))
-            for key, value in counters.items():
-                if isinstance(value, Tensor):
-                    yield f"{OPTIMIZER}{name}.{key}", value
-
-    def restore(self, saved: SavedState) -> None:
-        """Restores the results of `values` and `plain`, on the same or another number of processes. Collective."""
-        if not saved.model_loaded:
-            weights = ModelWeights(saved.tensors)
-            for name, parameter in self._model.named_parameters():
-                value = weights.read(name).to(parameter.device)
-                with self.gathered(parameter, changed=True), torch.no_grad():
-                    if self._stage < 3 or self._rank == 0:
-                        parameter.copy_(value)
-                if parameter.requires_grad:
-                    self._set(parameter, value, None)
-        split, counters = saved_keys(saved, {name: _shape(p) for name, p in self._trained()})
-        if not split and not counters:
-            return
-        self._make_states(split, counters)
-        for name, parameter in self._trained():
-            for key in split:
-                self._set(parameter, saved.tensors.read(f"{OPTIMIZER}{name}.{key}"), key)
-
-    def _set(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
-        """Sets a parameter's optimizer state `key`, or the optimizer's copy of the parameter, from a whole tensor."""
-        from deepspeed import utils
-
-        value = value.to(parameter.device, torch.float32)
-        if self._stage == 3:
-            # Its own safe_set_full_… fail where a parameter's numbers cannot be divided by the processes.
-            size = parameter.partition_numel()  # pyrefly: ignore
-            part = value.new_zeros(size)  # padded with zeros as DeepSpeed does
-            values = value.flatten()[size * self._rank : size * (self._rank + 1)]
-            part[: len(values)] = values
-            group, *_ = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
-            if private.is_swapped(self._wrapped, group):
-                # safe_set_local_… would compare it with a parameter that is not in memory.
-                state, group = private.state_partition(self._wrapped, parameter, key)
-                state.data.copy_(part)
-                private.swap_out(self._wrapped, group)
-            elif key is None:
-                utils.safe_set_local_fp32_param(parameter, part)
-            else:
-                utils.safe_set_local_optimizer_state(parameter, part, key)
-        elif key is None:
-            utils.safe_set_full_fp32_param(parameter, value)
-        else:
-            utils.safe_set_full_optimizer_state(parameter, value, key)
-
-    def _make_states(self, split: list[str], counters: dict[str, Any]) -> None:
-        """Makes the optimizer state of zeros that the given optimizer would make in its first step."""
-        optimizer = self._wrapped.optimizer
-        for index, flat in enumerate(self._flat):
-            swapped = self._stage == 3 and private.is_swapped(self._wrapped, index)
-            if swapped:
-                private.swap_in(self._wrapped, index)
-            optimizer.state[flat] = {
-                **{key: value.clone() if isinstance(value, Tensor) else value for key, value in counters.items()},
-                **{key: torch.zeros_like(flat, requires_grad=False) for key in split},
-            }
-            if swapped:
-                private.swap_out(self._wrapped, index)
-        for group in optimizer.param_groups:
-            if "step" in group and "step" in counters:  # DeepSpeed's fused Adam counts by group
-                group["step"] = counters["step"]
-        if split:
-            self._link()
-
-    def _link(self) -> None:
-        """Links each parameter's state to its part of the flat state, for stages 1 and 2.
-
-        DeepSpeed links once, after the first group's first step, when the other groups have no state yet.
-        """
-        if self._stage < 3:
-            private.link_states(self._wrapped)
-
-    @contextlib.contextmanager
-    def gathered(self, parameter: nn.Parameter, changed: bool = False) -> Iterator[None]:
-        """Context with the whole parameter; `changed`: process 0 changes the value for all processes. Collective."""
-        if self._stage < 3:
-            yield
-            return
-        from deepspeed.runtime.zero import GatheredParameters
-
-        with GatheredParameters([parameter], modifier_rank=0 if changed else None):
-            yield
-
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
-
-    @property
-    def _flat(self) -> list[Tensor]:
-        """Returns this process's part of the parameters, flattened, which the given optimizer steps."""
-        if self._stage == 3:
-            return self._wrapped.fp32_partitioned_groups_flat
-        return self._wrapped.single_partition_of_fp32_groups
-
-    def _keys(self) -> tuple[list[str], dict[str, Any]]:
-        """Returns the keys of state that is partitioned like the parameters, and the state common to all parameters."""
-        optimizer = self._wrapped.optimizer
-        split: list[str] = []
-        alike: dict[str, Any] = {}
-        for flat in self._flat:
-            for key, value in optimizer.state.get(flat, {}).items():
-                if not (isinstance(value, Tensor) and value.dim()):
-                    alike[key] = value
-                elif key not in split:
-                    split.append(key)
-        if "step" in optimizer.param_groups[0]:
-            alike["step"] = optimizer.param_groups[0]["step"]
-        return split, alike
-
-
 def saved_keys(saved: SavedState, shapes: dict[str, tuple[int, ...]]) -> tuple[list[str], dict[str, Any]]:
     """Returns a saved optimizer state's keys of their parameter's shape, and the state common to all parameters."""
     split: list[str] = []
@@ -323,11 +166,13 @@ class WholeState(ModelState):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class PartitionedState:
-    """The state of a model whose parameters and optimizer state are partitioned over processes; buffers are not."""
+    """The state of a model whose parameters and optimizer state ZeRO partitions, in stages 1 to 3; buffers are not."""
 
-    partitioned: Partitioned
     model: nn.Module
     optimizer: Optimizer
+    wrapped: Any
+    """DeepSpeed's ZeRO optimizer, which wraps the given one."""
+    stage: int
     schedule: LRScheduler | None
     world: World
     loss_scale: LossScale
@@ -335,28 +180,166 @@ class PartitionedState:
     def state(self) -> State:
         """Returns the state to save: shapes, and a stream of whole tensors."""
         values: dict[str, Any] = {
-            "optimizer": self.partitioned.plain(),
+            "optimizer": self.plain(),
             "scale": self.loss_scale.state(),
             **position(self.schedule, self.world),
         }
-        return State(
-            tensors=self.partitioned.shapes(),
-            local=own_buffers(self.model, self.world),
-            values=values,
-            stream=self.partitioned.values,
-        )
+        local = own_buffers(self.model, self.world)
+        return State(tensors=self.shapes(), local=local, values=values, stream=self.values)
 
     def restore(self, saved: SavedState) -> None:
-        """Restores a state that `state` returned, or another engine's state. Collective."""
+        """Restores a state that `state` returned, or another engine's, of any number of processes. Collective."""
         restore_buffers(self.model, self.world, saved)
-        self.partitioned.restore(counting_as(saved, self.optimizer))
+        saved = counting_as(saved, self.optimizer)
+        if not saved.model_loaded:
+            weights = ModelWeights(saved.tensors)
+            for name, parameter in self.model.named_parameters():
+                value = weights.read(name).to(parameter.device)
+                with self.gathered(parameter, changed=True), torch.no_grad():
+                    if self.stage < 3 or self.world.rank == 0:
+                        parameter.copy_(value)
+                if parameter.requires_grad:
+                    self._set(parameter, value, None)
+        split, counters = saved_keys(saved, {name: _shape(p) for name, p in self._trained()})
+        if split or counters:
+            self._make_states(split, counters)
+        for name, parameter in self._trained():
+            for key in split:
+                self._set(parameter, saved.tensors.read(f"{OPTIMIZER}{name}.{key}"), key)
         replay(self.schedule, saved)
         self.loss_scale.restore(saved.values.get("scale", {}))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields whole parameters and buffers, one at a time. Collective."""
-        return export(self.model, self.world, self.partitioned.gathered)
+        return export(self.model, self.world, self.gathered)
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Changes nothing: optimizers with other weights to evaluate are refused where parameters are flattened."""
         return nullcontext()
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Returns every tensor of the state by name, on the meta device."""
+        shapes = {}
+        for name, parameter in self.model.named_parameters():
+            shapes[f"{MODEL}{name}"] = _meta(parameter)
+        split, counters = self._keys()
+        for name, parameter in self._trained():
+            for key in split:
+                shapes[f"{OPTIMIZER}{name}.{key}"] = _meta(parameter).float()
+            for key, value in counters.items():
+                if isinstance(value, Tensor):
+                    shapes[f"{OPTIMIZER}{name}.{key}"] = value.to("meta")
+        return shapes
+
+    def plain(self) -> dict[str, dict[str, Any]]:
+        """Returns, by parameter, the entries of its state that are not tensors."""
+        counters = {k: v for k, v in self._keys()[1].items() if not isinstance(v, Tensor) and v is not None}
+        return {name: dict(counters) for name, _ in self._trained()} if counters else {}
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the whole tensors of `shapes`, in the same order, one at a time. Collective."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        for name, parameter in self.model.named_parameters():
+            with self.gathered(parameter):
+                yield f"{MODEL}{name}", parameter.detach()
+        split, counters = self._keys()
+        if split:
+            self._link()
+        for name, parameter in self._trained():
+            for key in split:
+                state = safe_get_full_optimizer_state(parameter, key)
+                assert state is not None
+                yield f"{OPTIMIZER}{name}.{key}", state.view(_shape(parameter))
+            for key, value in counters.items():
+                if isinstance(value, Tensor):
+                    yield f"{OPTIMIZER}{name}.{key}", value
+
+    def _set(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+        """Sets a parameter's optimizer state `key`, or the optimizer's copy of the parameter, from a whole tensor."""
+        from deepspeed import utils
+
+        value = value.to(parameter.device, torch.float32)
+        if self.stage == 3:
+            # Its own safe_set_full_… fail where a parameter's numbers cannot be divided by the processes.
+            size = parameter.partition_numel()  # pyrefly: ignore
+            part = value.new_zeros(size)  # padded with zeros as DeepSpeed does
+            values = value.flatten()[size * self.world.rank : size * (self.world.rank + 1)]
+            part[: len(values)] = values
+            group, *_ = self.wrapped.grad_position[self.wrapped.get_param_id(parameter)]
+            if private.is_swapped(self.wrapped, group):
+                # safe_set_local_… would compare it with a parameter that is not in memory.
+                state, group = private.state_partition(self.wrapped, parameter, key)
+                state.data.copy_(part)
+                private.swap_out(self.wrapped, group)
+            elif key is None:
+                utils.safe_set_local_fp32_param(parameter, part)
+            else:
+                utils.safe_set_local_optimizer_state(parameter, part, key)
+        elif key is None:
+            utils.safe_set_full_fp32_param(parameter, value)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, value, key)
+
+    def _make_states(self, split: list[str], counters: dict[str, Any]) -> None:
+        """Makes the optimizer state of zeros that the given optimizer would make in its first step."""
+        optimizer = self.wrapped.optimizer
+        for index, flat in enumerate(self._flat):
+            swapped = self.stage == 3 and private.is_swapped(self.wrapped, index)
+            if swapped:
+                private.swap_in(self.wrapped, index)
+            optimizer.state[flat] = {
+                **{key: value.clone() if isinstance(value, Tensor) else value for key, value in counters.items()},
+                **{key: torch.zeros_like(flat, requires_grad=False) for key in split},
+            }
+            if swapped:
+                private.swap_out(self.wrapped, index)
+        for group in optimizer.param_groups:
+            if "step" in group and "step" in counters:  # DeepSpeed's fused Adam counts by group
+                group["step"] = counters["step"]
+        if split:
+            self._link()
+
+    def _link(self) -> None:
+        """Links each parameter's state to its part of the flat state, for stages 1 and 2.
+
+        DeepSpeed links once, after the first group's first step, when the other groups have no state yet.
+        """
+        if self.stage < 3:
+            private.link_states(self.wrapped)
+
+    @contextlib.contextmanager
+    def gathered(self, parameter: nn.Parameter, changed: bool = False) -> Iterator[None]:
+        """Context with the whole parameter; `changed`: process 0 changes the value for all processes. Collective."""
+        if self.stage < 3:
+            yield
+            return
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([parameter], modifier_rank=0 if changed else None):
+            yield
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    @property
+    def _flat(self) -> list[Tensor]:
+        """Returns this process's part of the parameters, flattened, which the given optimizer steps."""
+        if self.stage == 3:
+            return self.wrapped.fp32_partitioned_groups_flat
+        return self.wrapped.single_partition_of_fp32_groups
+
+    def _keys(self) -> tuple[list[str], dict[str, Any]]:
+        """Returns the keys of state that is partitioned like the parameters, and the state common to all parameters."""
+        optimizer = self.wrapped.optimizer
+        split: list[str] = []
+        alike: dict[str, Any] = {}
+        for flat in self._flat:
+            for key, value in optimizer.state.get(flat, {}).items():
+                if not (isinstance(value, Tensor) and value.dim()):
+                    alike[key] = value
+                elif key not in split:
+                    split.append(key)
+        if "step" in optimizer.param_groups[0]:
+            alike["step"] = optimizer.param_groups[0]["step"]
+        return split, alike

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -21,17 +21,15 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 from torch import Tensor
+from torch.optim import Optimizer
 
-from grappe.contrib.lightning.steps import Item, LightningSteps, Parts
+from grappe.contrib.lightning.steps import Item, Parts
 from grappe.data.batch import Batch
 from grappe.launch.world import World
 from grappe.parallel.replicate import ddp_arguments
 from grappe.private_api.lightning import configured_optimizers, replace_signal_connector
 from grappe.step.loss import After
 from grappe.step.precision import autocast
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 class Half(Precision):
@@ -59,8 +57,8 @@ def fit(parts: Parts, batches: Iterator[Batch], after: After) -> None:
         # What it says there is about its own use of torch, and about ways to start processes.
         warnings.filterwarnings("ignore", module=r"lightning\.")
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-        trainer = make_trainer(parts, [Watchers(parts.steps, after)])
-        trainer.fit(TrainedModule(parts.steps), train_dataloaders=Loader(parts.steps, batches))
+        trainer = make_trainer(parts, [Watchers(parts, after)])
+        trainer.fit(TrainedModule(parts), train_dataloaders=Loader(parts, batches))
     # DDP's hooks on the parameters go with it, and it is held by cycles.
     del trainer
     gc.collect()
@@ -68,13 +66,13 @@ def fit(parts: Parts, batches: Iterator[Batch], after: After) -> None:
 
 def make_trainer(parts: Parts, callbacks: list[Callback]) -> Trainer:
     """Makes a Trainer with the plan's strategy and precision, without features that grappe has itself. Collective."""
-    plan, world = parts.steps.setup.plan, parts.steps.setup.world
+    plan, world = parts.setup.plan, parts.setup.world
     half = plan.precision == "fp16" and plan.offload == "none"
     trainer = Trainer(
         accelerator=world.device.type,
         devices="auto",  # the strategy has them already
         num_nodes=-(-world.size // world.process.local_size),
-        strategy=choose(parts.steps),
+        strategy=choose(parts),
         plugins=[Here(world), *([Half(world.device)] if half else [])],
         precision=None if half or plan.offload != "none" else PRECISIONS[plan.precision],  # pyrefly: ignore
         accumulate_grad_batches=plan.microbatches,
@@ -95,56 +93,56 @@ def make_trainer(parts: Parts, callbacks: list[Callback]) -> Trainer:
 class TrainedModule(LightningModule):
     """The module that Lightning trains: the task's model, and hooks that call the engine's steps."""
 
-    def __init__(self, steps: LightningSteps) -> None:
+    def __init__(self, parts: Parts) -> None:
         super().__init__()
-        self.model = steps.model
-        self._steps = steps
+        self.model = parts.model
+        self._parts = parts
 
     def configure_model(self) -> None:
         """Does nothing: FSDP2 and tensor parallelism were applied when the engine was made, before reading weights."""
 
     def configure_optimizers(self) -> Any:
-        if self._steps.schedule is None:
-            return self._steps.optimizer
-        schedule = {"scheduler": self._steps.schedule, "interval": "step"}
-        return {"optimizer": self._steps.optimizer, "lr_scheduler": schedule}
+        if self._parts.schedule is None:
+            return self._parts.optimizer
+        schedule = {"scheduler": self._parts.schedule, "interval": "step"}
+        return {"optimizer": self._parts.optimizer, "lr_scheduler": schedule}
 
     def transfer_batch_to_device(self, batch: Item, device: torch.device, dataloader_idx: int) -> Item:
         return batch  # the loader has moved it
 
     def on_train_batch_start(self, batch: Item, batch_idx: int) -> None:
-        self._steps.begin(batch)
+        self._parts.begin(batch)
 
     def training_step(self, batch: Item, batch_idx: int) -> Tensor:
-        return self._steps.loss(batch)
+        return self._parts.loss(batch)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if not isinstance(self.trainer.precision_plugin, Half):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
             return
         optimizer_closure()
-        self._steps.clip()
-        if not self._steps.skipped:
+        self._parts.clip()
+        if not self._parts.skipped:
             optimizer.optimizer.step()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        if not self._steps.skipped:
+        if not self._parts.skipped:
             super().lr_scheduler_step(scheduler, metric)
 
     def configure_gradient_clipping(self, optimizer: Optimizer, *rest: Any, **options: Any) -> None:
-        self._steps.clip()
+        self._parts.clip()
 
 
 class Watchers(Callback):
     """All of grappe's watchers, as one callback of Lightning."""
 
-    def __init__(self, steps: LightningSteps, after: After) -> None:
-        self._steps, self._after = steps, after
+    def __init__(self, parts: Parts, after: After) -> None:
+        self._parts, self._after = parts, after
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Item, batch_idx: int
     ) -> None:
-        result = self._steps.end(batch)
+        result = self._parts.end(batch)
         if result is not None and self._after(result):
             trainer.should_stop = True
 
@@ -156,9 +154,9 @@ class Loader:
     count as seen in a checkpoint. The iteration ends with `batches`.
     """
 
-    def __init__(self, steps: LightningSteps, batches: Iterable[Batch]) -> None:
+    def __init__(self, parts: Parts, batches: Iterable[Batch]) -> None:
         self._batches = batches
-        self._length = steps.setup.total_steps * steps.setup.plan.microbatches
+        self._length = parts.setup.total_steps * parts.setup.plan.microbatches
 
     def __len__(self) -> int:
         return self._length
@@ -243,11 +241,11 @@ class Split(_Stays, ModelParallelStrategy):
     """Strategy with FSDP2 and tensor parallelism, as Lightning runs them."""
 
 
-def choose(steps: LightningSteps) -> Strategy:
+def choose(parts: Parts) -> Strategy:
     """Chooses the plan's strategy."""
-    plan, world = steps.setup.plan, steps.setup.world
+    plan, world = parts.setup.plan, parts.setup.world
     if plan.offload != "none":
-        return placed(Stage3(steps.forward), world)
+        return placed(Stage3(parts.forward), world)
     if world.size == 1:
         return Single(world.device)
     if plan.uses_fsdp or plan.tensor > 1:
@@ -269,7 +267,7 @@ class AsItIs(DeepSpeedPrecision):
         return data
 
 
-class Stage3(DeepSpeedStrategy):
+class Stage3(_Stays, DeepSpeedStrategy):
     """Lightning's strategy, on CPUs too; DeepSpeed is initialized already, with settings checked against the plan.
 
     Args:
@@ -294,6 +292,3 @@ class Stage3(DeepSpeedStrategy):
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
         assert self.lightning_module is not None
         return self.lightning_module.training_step(*arguments, **options)  # pyrefly: ignore
-
-    def teardown(self) -> None:
-        """Does nothing: the model stays on its device, for evaluation and saving."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from grappe.contrib.deepspeed import library
 from grappe.contrib.deepspeed.engine import DeepSpeed
 from grappe.contrib.deepspeed.model import DeepSpeedModel, explained
-from grappe.contrib.lightning.steps import LightningSteps, Parts
+from grappe.contrib.lightning.steps import Parts
 from grappe.data.batch import Batch
 from grappe.engines.base import EngineSetup
 from grappe.plan import Plan
@@ -41,29 +41,21 @@ class Offloaded(Parts):
     """The parts of the deepspeed engine (model, state, evaluation) in Lightning's loop."""
 
     def __init__(self, setup: EngineSetup) -> None:
-        plan, world = setup.plan, setup.world
+        self.setup, plan, world = setup, setup.plan, setup.world
         self._held = held = DeepSpeedModel(setup, LossScale(plan.precision))
-        self.train_state = held.train_state
+        self.train_state, self.model = held.train_state, held.module
+        self.optimizer, self.schedule = held.optimizer, held.schedule
+        self._clip = None  # DeepSpeed clips when it steps
+        self._switch = held.engine.set_gradient_accumulation_boundary
+        # DeepSpeed averages over processes; Lightning divides by the microbatches, and so does DeepSpeed.
+        divisor = float(world.data_size * plan.microbatches**2)
+        self._prepare(held.engine, divisor, precision=autocast(plan.precision, world.device))
 
-        def checked_norm() -> Tensor | None:
-            held.reached.check()
-            if setup.task.clip is None:
-                return None
-            return torch.as_tensor(held.engine.get_global_grad_norm(), device=world.device)
-
-        self.steps = LightningSteps(
-            setup,
-            model=held.module,
-            forward=held.engine,
-            optimizer=held.optimizer,
-            schedule=held.schedule,
-            # DeepSpeed averages over processes; Lightning divides by the microbatches, and so does DeepSpeed.
-            gradient_divisor=float(world.data_size * plan.microbatches**2),
-            switch=held.engine.set_gradient_accumulation_boundary,
-            loss_context=autocast(plan.precision, world.device),
-            clip=lambda: (None, False),  # DeepSpeed clips when it steps
-            after_update=checked_norm,
-        )
+    def norm(self) -> Tensor | None:
+        self._held.reached.check()
+        if self.setup.task.clip is None:
+            return None
+        return torch.as_tensor(self._held.engine.get_global_grad_norm(), device=self.setup.world.device)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -78,5 +70,6 @@ class Offloaded(Parts):
         return (self._held.remark,)
 
     def close(self) -> None:
-        del self.train_state, self.steps
-        self._held.close()
+        held = self._held
+        vars(self).clear()  # which refers to what `held` frees
+        held.close()

@@ -1,4 +1,4 @@
-"""The parts of a step that Lightning's hooks call, and the parts for a model under torch's own parallelism."""
+"""The parts of a training that Lightning runs, and of each step that its hooks call."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
 from grappe.data.batch import Batch, Microbatch, stored_in
 from grappe.engines.base import EngineSetup
 from grappe.engines.shared.after_step import AfterStep
-from grappe.engines.shared.microbatch import NOT_SCALED, MicrobatchRunner, draws, evaluate
+from grappe.engines.shared.microbatch import MicrobatchRunner, draws, evaluate
 from grappe.engines.shared.state import ModelState, TrainState, trained_parameters
 from grappe.parallel.parallelize import parallelize
 from grappe.parallel.shard import reduction_switch
@@ -36,48 +34,52 @@ class Item(NamedTuple):
     """Whether the optimizer steps after this microbatch."""
 
 
-class LightningSteps:
-    """The forward, the loss and the clipping of each step.
+class Parts:
+    """The model, its optimizer and schedule, and each step's forward, loss and clipping.
 
-    Args:
-        forward: the function that is called with a microbatch's inputs.
-        gradient_divisor: the number by which Lightning and its strategy divide the gradients afterwards.
-        switch: callback before each item, with whether it is the step's last item.
-        loss_context: the context in which the loss runs.
-        loss_scale: the factor of the loss, where this engine scales it.
-        clip: callback between the step's last backward and its update; returns the gradient's norm, if known, and
-            whether to skip the update.
-        after_update: callback after the update; returns the gradient's norm, if known.
+    The model is what `parallelize` returns; Lightning adds DDP.
     """
 
-    def __init__(
-        self,
-        setup: EngineSetup,
-        *,
-        model: nn.Module,
-        forward: Callable[[Any], Any],
-        optimizer: Optimizer,
-        schedule: LRScheduler | None,
-        gradient_divisor: float,
-        switch: Callable[[bool], None] | None,
-        loss_context: contextlib.AbstractContextManager[Any],
-        loss_scale: LossScale = NOT_SCALED,
-        clip: Callable[[], tuple[Tensor | None, bool]],
-        after_update: Callable[[], Tensor | None],
-    ) -> None:
-        self.setup, self.model, self.optimizer, self.schedule = setup, model, optimizer, schedule
-        self.forward, self._switch = forward, switch
-        self._clip, self._after_update = clip, after_update
-        self._after_step = AfterStep(setup, model) if overrides(setup.task, "after_step") else None
+    train_state: TrainState
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self.setup = setup
+        task, plan, world = setup.task, setup.plan, setup.world
+        self.model = parallelize(task, plan, world, setup.weights, blocks=setup.blocks.names)
+        named = trained_parameters(self.model)
+        parameters = [parameter for _, parameter in named]
+        self.optimizer = optimizer_of(task, named)
+        setup.observers.optimizer(self.optimizer, named)
+        self.schedule = schedule_of(task, self.optimizer, setup.total_steps)
+        loss_scale = LossScale(plan.precision)
+        self.train_state = ModelState(
+            model=self.model, optimizer=self.optimizer, schedule=self.schedule, world=world, loss_scale=loss_scale
+        )
+        self._clip = clipping(task, plan, loss_scale, parameters, functools.partial(gradient_norm, parameters))
+        self._switch = reduction_switch(self.model, plan) if plan.uses_fsdp else None
+        # Lightning divides by the microbatches, and DDP by the processes where FSDP2 is made to sum.
+        summed = plan.uses_fsdp or world.data_group is None
+        divisor = float(plan.microbatches * (1 if summed else world.data_size))
+        # The context of Lightning's precision is around the loss.
+        self._prepare(functools.partial(task.forward, self.model), divisor, loss_scale=loss_scale)
+
+    def _prepare(self, forward: Callable[[Any], Any], divisor: float, **options: Any) -> None:
+        """Makes what runs microbatches.
+
+        Args:
+            divisor: the number by which Lightning and its strategy divide the gradients afterwards.
+            options: further ones of MicrobatchRunner.
+        """
+        setup, self.forward = self.setup, forward
         self._runner = MicrobatchRunner(
             setup,
-            model,
+            self.model,
             forward,
-            loss_scale=loss_scale,
-            gradient_divisor=gradient_divisor,
-            precision=loss_context,
+            gradient_divisor=divisor,
             reduction=loss_reduction(setup.world, summed_in=stored_in(setup.plan)),
+            **options,
         )
+        self._after_step = AfterStep(setup, self.model) if overrides(setup.task, "after_step") else None
         self._inside = contextlib.ExitStack()
         self._norm: Tensor | None = None
         self._lr = 0.0
@@ -102,61 +104,21 @@ class LightningSteps:
         self._inside.close()
         self.setup.observers.phase(UPDATE)
         self._lr = self.optimizer.param_groups[0]["lr"]
-        self._norm, self.skipped = self._clip()
+        self._norm, self.skipped = (None, False) if self._clip is None else self._clip()
+
+    def norm(self) -> Tensor | None:
+        """Returns the gradient's norm after the update, if it is known."""
+        return self._norm
 
     def end(self, item: Item) -> StepResult | None:
         """Ends an item; returns the step's result after the step's last item."""
         self._inside.close()
         if not item.last:
             return None
-        norm = self._after_update()
+        norm = self.norm()
         if not self.skipped and self._after_step is not None:
             self._after_step(item.batch.step)
-        return StepResult(
-            batch=item.batch,
-            sums=self._runner.sums(),
-            norm=self._norm if norm is None else norm,
-            skipped=self.skipped,
-            lr=self._lr,
-        )
-
-
-class Parts:
-    """The parts of a training that a Trainer runs, for the model that `parallelize` returns; Lightning adds DDP."""
-
-    steps: LightningSteps
-    train_state: TrainState
-
-    def __init__(self, setup: EngineSetup) -> None:
-        self._setup = setup
-        task, plan, world = setup.task, setup.plan, setup.world
-        model = parallelize(task, plan, world, setup.weights, blocks=setup.blocks.names)
-        named = trained_parameters(model)
-        parameters = [parameter for _, parameter in named]
-        optimizer = optimizer_of(task, named)
-        setup.observers.optimizer(optimizer, named)
-        schedule = schedule_of(task, optimizer, setup.total_steps)
-        loss_scale = LossScale(plan.precision)
-        self.train_state = ModelState(
-            model=model, optimizer=optimizer, schedule=schedule, world=world, loss_scale=loss_scale
-        )
-        norm = functools.partial(gradient_norm, parameters)
-        clip = clipping(task, plan, loss_scale, parameters, norm)
-        # Lightning divides by the microbatches, and DDP by the processes where FSDP2 is made to sum.
-        summed = plan.uses_fsdp or world.data_group is None
-        self.steps = LightningSteps(
-            setup,
-            model=model,
-            forward=functools.partial(task.forward, model),
-            optimizer=optimizer,
-            schedule=schedule,
-            gradient_divisor=float(plan.microbatches * (1 if summed else world.data_size)),
-            switch=reduction_switch(model, plan) if plan.uses_fsdp else None,
-            loss_context=contextlib.nullcontext(),  # Lightning's own is around it
-            loss_scale=loss_scale,
-            clip=lambda: (None, False) if clip is None else clip(),
-            after_update=lambda: None,
-        )
+        return StepResult(batch=item.batch, sums=self._runner.sums(), norm=norm, skipped=self.skipped, lr=self._lr)
 
     def training(self) -> contextlib.AbstractContextManager[Any]:
         """Context of all steps."""
@@ -164,7 +126,7 @@ class Parts:
 
     def evaluate(self, batches: Iterator[Batch], samples: int) -> Scores:
         """Does the same as Engine.evaluate."""
-        return evaluate(self.steps.model, self._setup, batches, samples)
+        return evaluate(self.model, self.setup, batches, samples)
 
     def remarks(self) -> Sequence[str]:
         """Does the same as Engine.remarks."""

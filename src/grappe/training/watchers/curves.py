@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -216,6 +216,12 @@ class SampleLog(Watcher):
         if self._file is not None:
             self._file.close()
 
+    def batches(self, kind: str, loader: BatchLoader, start: int, stop: int) -> Iterator[Batch]:
+        """Yields a loader's batches of steps `start` to `stop`, and logs each when it is taken."""
+        for batch in loader.batches(start, stop):
+            self.add(kind, batch, loader.order)
+            yield batch
+
     def add(self, kind: str, batch: Batch, order: SampleOrder | None = None) -> None:
         """Logs a batch of a step, or of the evaluation after the last step."""
         step = batch.step + 1 if kind == "step" else self._step
@@ -229,32 +235,6 @@ class SampleLog(Watcher):
         with contextlib.suppress(OSError):  # a full disk: kept until there is room
             while self._buffer and self._file is not None:
                 del self._buffer[: self._file.write(self._buffer)]
-
-
-class LoggedLoader:
-    """A BatchLoader whose batches are written to a SampleLog, each when it is taken."""
-
-    def __init__(self, log: SampleLog, loader: BatchLoader, kind: str) -> None:
-        self._log, self._loader, self._kind = log, loader, kind
-
-    @property
-    def order(self) -> SampleOrder:
-        """Returns the loader's sample order."""
-        return self._loader.order
-
-    def remarks(self) -> Sequence[str]:
-        """Returns the loader's remarks."""
-        return self._loader.remarks()
-
-    def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """Yields the batches of steps `start` to `stop`."""
-        for batch in self._loader.batches(start, stop):
-            self._log.add(self._kind, batch, self._loader.order)
-            yield batch
-
-    def rehearsed(self) -> Iterator[Batch]:
-        """The loader's, which are not written down."""
-        return self._loader.rehearsed()
 
 
 def _path(folder: Path, rank: int) -> Path:

@@ -119,13 +119,6 @@ class Logger(Watcher):
             self.histogram(step, name, finite)
 
 
-def distribution(values: Tensor) -> tuple[Any, Any]:
-    """Computes a histogram of `values`: counts [BINS], and limits [BINS + 1] of the bins."""
-    import numpy as np
-
-    return np.histogram(values.numpy(), bins=BINS)
-
-
 def names() -> list[str]:
     """Lists the loggers: each is the file NAME_log.py next to this one, and needs the package NAME."""
     modules = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import gzip
 import itertools
-import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -87,15 +85,10 @@ class Profile(Watcher):
         trace = self._folder / f"rank-{self._rank}.json.gz"
         # torch writes where a name leads: into a folder that nobody else knows, and from there into the run.
         with tempfile.TemporaryDirectory(prefix="grappe-profile-") as private:
-            plain = Path(private) / trace.with_suffix("").name
-            profiler.export_chrome_trace(str(plain))
-            files.remove(trace, files.IN_PART)  # of an earlier start
-            with (
-                files.reader(plain) as source,
-                files.new_file(trace, files.IN_PART) as target,
-                gzip.open(target, "wb", compresslevel=3) as packed,
-            ):
-                shutil.copyfileobj(source, packed)
+            packed = Path(private) / trace.name
+            profiler.export_chrome_trace(str(packed))  # compressed, as the name ends in .gz
+            with files.reader(packed) as stream:
+                files.replace(trace, stream.read(), files.IN_PART)
         steps = self._seen - self._before
         self._text = summary(_events(profiler), steps, f"process {self._rank}")
         self._text += f"\nfull trace: {trace} (open it in ui.perfetto.dev)\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grappe.training.watchers.logger import Logger, distribution
+from grappe.training.watchers.logger import BINS, Logger
 
 
 class TensorBoard(Logger):
@@ -32,18 +32,7 @@ class TensorBoard(Logger):
                 self._writer.add_scalar(name, value, step)
 
     def histogram(self, step: int, name: str, values: Tensor) -> None:
-        counts, limits = distribution(values)
-        self._writer.add_histogram_raw(
-            name,
-            min=float(values.min()),
-            max=float(values.max()),
-            num=len(values),
-            sum=float(values.double().sum()),
-            sum_squares=float(values.double().square().sum()),
-            bucket_limits=limits[1:].tolist(),
-            bucket_counts=counts.tolist(),
-            global_step=step,
-        )
+        self._writer.add_histogram(name, values, step, bins=BINS)  # type: ignore[arg-type]
 
     def finish(self) -> None:
         self._writer.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grappe.training.watchers.logger import Logger, distribution
+from grappe.training.watchers.logger import BINS, Logger
 
 
 class WandB(Logger):
@@ -40,7 +40,8 @@ class WandB(Logger):
             self._run.log({"step": step, **values})
 
     def histogram(self, step: int, name: str, values: Tensor) -> None:
-        self._run.log({"step": step, name: self._wandb.Histogram(np_histogram=distribution(values))})
+        histogram = self._wandb.Histogram(values.numpy(), num_bins=BINS)  # pyrefly: ignore
+        self._run.log({"step": step, name: histogram})
 
     def finish(self) -> None:
         self._run.finish()

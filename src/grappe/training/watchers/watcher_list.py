@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from grappe.errors import GrappeError, TaskError
 from grappe.errors.user_code import is_users, sentence
@@ -34,11 +33,6 @@ class WatcherList:
         for watcher in self._watchers:
             for record in records:
                 _call(watcher, "stepped", record)
-
-    def gradients_ready(self, step: int, parameters: Sequence[tuple[str, Tensor]]) -> None:
-        """Calls `gradients_ready` of every watcher that overrides it."""
-        for watcher in self.wanting_gradients:
-            _call(watcher, "gradients_ready", step, parameters)
 
     def call(
         self,
@@ -76,7 +70,8 @@ def gradients_hooked(watchers: WatcherList, steps_done: Callable[[], int], chron
         return
 
     def call() -> None:
-        watchers.gradients_ready(steps_done() + 1, chronometer.parameters)
+        for watcher in watchers.wanting_gradients:
+            _call(watcher, "gradients_ready", steps_done() + 1, chronometer.parameters)
 
     def before_step(optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Calls the watchers now, or after the first closure, which computes gradients within the step.
