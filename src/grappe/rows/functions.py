@@ -252,18 +252,6 @@ def _dot_product_attention(of_torch: Any, arguments: Any, options: Any) -> Any:
     )
 
 
-@_rule(F.embedding)
-def _embed(of_torch: Any, arguments: Any, options: Any) -> Any:
-    names = "input,weight,padding_idx,max_norm,norm_type,scale_grad_by_freq,sparse"
-    taken = _bound(names, arguments, options)
-    if taken is None or taken[3] is not None or taken[5] or taken[6] or type(taken[0]) is not OwnRows:
-        return NotImplemented
-    weight = _as_weights(taken[1:2])
-    return (
-        NotImplemented if weight is None else new_own(of_torch(local_of(taken[0]), *weight, taken[2]), taken[0]._place)
-    )
-
-
 def _leaving(functions: Iterable[Any], fits: Callable[[int, int, list[Any], Any], bool]) -> None:
     """Registers functions that leave the rows' dimension in its place; other arguments are what all processes have.
 
@@ -288,6 +276,12 @@ def _every_result(made: Any, place: Placement) -> Any:
     return type(made)([new_own(each, place) for each in made])
 
 
+def _without(names: str, order: str, rest: list[Any], options: Any) -> bool:
+    """Returns whether arguments of these names are left out, or False; `order` is that of all after the first."""
+    passed = dict(zip(order.split(), rest, strict=False)) | options
+    return all(passed.get(name) is None or passed[name] is False for name in names.split())
+
+
 def _is_batch(dims_of_batch: int, dim: int, dims: int, *_: Any) -> bool:
     return dim == 0 and dims == dims_of_batch
 
@@ -304,19 +298,11 @@ _leaving(
     _functions((F,), "layer_norm rms_norm"),
     lambda dim, dims, rest, options: dim < dims - len(rest[0] if rest else options["normalized_shape"]),
 )
+_EMBEDDING = "weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
+_leaving((F.embedding,), lambda _, __, *passed: _without("max_norm scale_grad_by_freq sparse", _EMBEDDING, *passed))
+_BATCH_NORM = "running_mean running_var weight bias training momentum eps"  # in evaluation
+_leaving((F.batch_norm,), lambda dim, _, *passed: dim != 1 and _without("training", _BATCH_NORM, *passed))
 _leaving((F.pad,), lambda dim, dims, rest, options: dim < dims - len(rest[0] if rest else options["pad"]) // 2)
-
-
-@_rule(F.batch_norm)
-def _batch_norm_in_evaluation(of_torch: Any, arguments: Any, options: Any) -> Any:
-    names = "input,running_mean,running_var,weight,bias,training,momentum,eps"
-    taken = _bound(names, arguments, options)
-    if taken is None or taken[5] or type(taken[0]) is not OwnRows or taken[0]._place.dim == 1:
-        return NotImplemented
-    value, eps, others = taken[0], taken[7], _as_weights(taken[1:5])
-    if others is None:
-        return NotImplemented
-    return new_own(of_torch(local_of(value), *others, False, 0.0, 1e-5 if eps is None else eps), value._place)
 
 
 @_rule(F.dropout)
