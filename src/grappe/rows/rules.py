@@ -226,7 +226,8 @@ def _reduced(call: RuleCall, dims: list[int]) -> Any:
     total = math.prod(value.shape[dim] for dim in dims)
     if not total or len(call.layouts) != 1:
         return None
-    if name in ("sum", "count_nonzero", "nansum"):
+    power = None if call.values.get("dtype") else call.values.get("ord", call.values.get("p"))
+    if name in ("sum", "count_nonzero", "nansum") or power == 1:
         return Way(results=PARTIAL)
     if name == "mean":
         return Way(results=PARTIAL, after=lambda made: made * (there / total))
@@ -237,7 +238,7 @@ def _reduced(call: RuleCall, dims: list[int]) -> Any:
         )
     if name in ("var", "std", "var_mean", "std_mean") and not value.dtype.is_complex:
         return _spread(call, dims, there, total)
-    if name == "linalg_vector_norm" and call["ord"] == 2 and call["dtype"] is None and not value.dtype.is_complex:
+    if name == "linalg_vector_norm" and power == 2 and not value.dtype.is_complex:
 
         def norm(made: Tensor) -> Tensor:
             wide = torch.float64 if made.device.type != "mps" else torch.float32
