@@ -127,30 +127,17 @@ def _aligned_part(value: Any, lead: OwnRows) -> Any:
     ),
 )
 def _pointwise(of_torch: Any, arguments: Any, options: Any) -> Any:
-    first = arguments[0]
-    if not options and type(first) is OwnRows:  # of one tensor, or of two that are alike: most calls
-        second = arguments[-1]
-        kind, local = type(second), local_of(first)
-        if len(arguments) == 1 or (len(arguments) == 2 and (kind is float or kind is int)):
-            made = of_torch(local, *arguments[1:])
-        elif (
-            kind is OwnRows
-            and second._place == first._place
-            and second._local.dim() == local.dim()
-            and len(arguments) == 2
-        ):
-            made = of_torch(local, local_of(second))
-        else:
-            made = None
-        if made is local:
-            return first
-        if made is NotImplemented:  # as of Python's operators
-            return made
-        if made is not None:
-            return made_view(first, made, first._place) if of_torch in _VIEWS else new_own(made, first._place)
     if options.get("inplace") is True:
         return _write_in_place(of_torch, arguments, options)
-    taken = None if "out" in options else _fitting(arguments, options)
+    first, second, taken = arguments[0], arguments[-1], None
+    if type(first) is OwnRows and len(arguments) < 3 and not options:  # of one tensor, or of two alike: most calls
+        kind = type(second)
+        if len(arguments) == 1 or kind is float or kind is int:
+            taken = [local_of(first), *arguments[1:]], first
+        elif kind is OwnRows and second._place == first._place and second._local.dim() == first._local.dim():
+            taken = [local_of(first), local_of(second)], first
+    if taken is None and "out" not in options:
+        taken = _fitting(arguments, options)
     if taken is None:
         return NotImplemented
     values, lead = taken
@@ -426,7 +413,12 @@ def _viewed(of_torch: Any, value: OwnRows, rest: list[Any], options: Any) -> Any
         index = rest[0] if type(rest[0]) is tuple else rest
         if not all(type(each) in _BASIC for each in index):
             return NotImplemented
-    place = _place_after(of_torch, value._local.shape, value._place, _frozen(rest), _frozen(list(options.items())))
+    key = of_torch, value._local.shape, value._place, _frozen(rest), _frozen(list(options.items()))
+    if key not in _PLACES:
+        if len(_PLACES) >= _MOST_PLACES:
+            _PLACES.clear()
+        _PLACES[key] = place_after(*key[:3], rest, options)
+    place = _PLACES[key]
     if place is None:
         return NotImplemented
     made = of_torch(local_of(value), *rest, **options)
@@ -442,15 +434,9 @@ def _frozen(value: Any) -> Any:
     return (slice, value.start, value.stop, value.step) if type(value) is slice else value
 
 
-def _thawed(value: Any) -> Any:
-    if type(value) is not tuple:
-        return value
-    return slice(*value[1:]) if value[:1] == (slice,) else tuple(map(_thawed, value))
-
-
-@functools.lru_cache(maxsize=4096)
-def _place_after(of_torch: Any, shape: Any, place: Placement, rest: Any, options: Any) -> Placement | None:
-    return place_after(of_torch, shape, place, _thawed(rest), dict(options))
+_MOST_PLACES = 5_000  # of a script whose shapes never repeat
+_PLACES: dict[Any, Placement | None] = {}
+"""Where rows are in a view, by function and arguments."""
 
 
 @_rule(torch.cat, torch.concat, torch.stack)
