@@ -17,8 +17,7 @@ from grappe.rows import functions  # noqa: F401  # it fills the table
 from grappe.rows.context import NOW
 from grappe.rows.gradients import GradientSums
 from grappe.rows.layout import PARTIAL
-from grappe.rows.own import OwnRows, as_rows, made_of
-from grappe.rows.regions import FromLocal
+from grappe.rows.own import FromLocal, OwnRows, as_rows, made_of
 
 
 def entries(sums: GradientSums) -> list[tuple[Any, str, Callable[[Any], Any]]]:

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from grappe.private_api.torch import FUNCTION_OWNERS, no_subclass_functions
 from grappe.rows.context import NOW
 from grappe.rows.draws import fill_own
-from grappe.rows.layout import Placement, layout_of
+from grappe.rows.layout import PARTIAL, Placement, layout_of
 from grappe.rows.messages import own_part
-from grappe.rows.own import FUNCTIONS, OwnRows, local_of, made_view, new_own, own_layout, write_own
-from grappe.rows.regions import FromLocal, Shared, ToLocal
+from grappe.rows.own import FUNCTIONS, FromLocal, OwnRows, ToLocal, local_of, made_view, new_own, own_layout, write_own
 from grappe.rows.views import expanded, place_after, reshaped
 
 Rule = Callable[[Any, Any, Any], Any]
@@ -63,7 +62,7 @@ def weight(value: Any) -> Any:
     if not value.requires_grad or not torch.is_grad_enabled():
         return value
     twin = NOW.context.twin(value)
-    return Shared.apply(value) if twin is None else twin
+    return ToLocal.apply(value, PARTIAL) if twin is None else twin
 
 
 def _as_weights(values: Iterable[Any]) -> list[Any] | None:
