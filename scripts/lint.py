@@ -47,7 +47,6 @@ ALONE = {
     "__main__": "what `python -m grappe` runs",
     "contrib/lightning/offload": "what needs another extension, for plans that offload alone",
     "cli/help": "what loads rich, for translated help alone",
-    "rows/regions": "what runs plain on own rows, for whoever drives a script",
     "data/rand_like": "what a task calls as grappe.rand_like and grappe.randn_like",
 }
 """Modules that may be small and have one importer, each with the reason."""

@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent / "src" / "grappe" / "rows"
 FILES = (
     "along", "attention", "draws", "exchange", "functions", "gathered", "layout", "messages", "norms", "own", "plans",
-    "regions", "rules", "space", "tensor", "views",
+    "rules", "space", "tensor", "views",
 )  # fmt: skip
 MOST_TURNS = 1500
 """Tried for an alteration, of those that run its line."""

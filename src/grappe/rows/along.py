@@ -11,7 +11,7 @@ from torch import Tensor
 from grappe.private_api.torch import no_modes
 from grappe.rows.context import NOW
 from grappe.rows.exchange import RowExchange, every_row, in_proportion, intervals, noted, resized, scattered, sizes_of
-from grappe.rows.layout import PARTIAL, Placement, TensorLayout, even
+from grappe.rows.layout import Placement, TensorLayout, even
 from grappe.rows.messages import summed
 from grappe.rows.plans import RuleCall, Way, along, along_by
 from grappe.rows.rules import aten
@@ -196,19 +196,6 @@ def _softmax_backward(call: RuleCall) -> Way | None:
         return (weighted - output * summed(weighted.sum(dim, keepdim=True))).to(dtype)
 
     return Way(at={"grad_output": at, "output": at}, operator=back, results=at)
-
-
-@along("linalg_vector_norm norm")
-def _norm(call: RuleCall) -> Way | None:
-    dims = call.values.get("dim")
-    power = call.values.get("ord", call.values.get("p"))
-    value, at = call.first, call.first.placement
-    if type(at) is not Placement:
-        return None
-    every = range(len(value.shape)) if not dims else [each % len(value.shape) for each in dims]
-    if at.dim not in every or power not in (1, 1.0) or call.values.get("dtype"):
-        return None
-    return Way(results=PARTIAL)
 
 
 # ---- Products ----------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from grappe.rows import functions  # noqa: F401  # it fills the table
 from grappe.rows.context import NOW
 from grappe.rows.gradients import GradientSums
 from grappe.rows.layout import PARTIAL
-from grappe.rows.own import OwnRows, as_rows, made_of
-from grappe.rows.regions import FromLocal
+from grappe.rows.own import FromLocal, OwnRows, as_rows, made_of
 
 
 def entries(sums: GradientSums) -> list[tuple[Any, str, Callable[[Any], Any]]]:
@@ -29,7 +28,7 @@ def entries(sums: GradientSums) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     return [
         (Function, "apply", _applying),
         (saved_tensors_hooks, "__init__", _hooking),
-        (torch.jit.ScriptFunction, "__call__", _scripted),
+        (torch.jit.ScriptFunction, "__call__", _with_rows),
         (torch.autograd, "grad", lambda plain: _with_twins(plain, sums)),
         (torch.autograd, "backward", lambda plain: _with_inputs(plain, sums)),
         *((owner, name, _with_rows) for owner, name in TRANSFORM_ENTRIES),
@@ -44,10 +43,10 @@ def _applying(plain: Any) -> Any:
     return classmethod(apply)
 
 
-def _scripted(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+def _with_rows(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
         arguments, options = tree_map(as_rows, (arguments, options))
-        return plain(self, *arguments, **options)
+        return plain(*arguments, **options)
 
     return call
 
@@ -63,13 +62,6 @@ def _hooking(plain: Callable[..., None]) -> Callable[..., None]:
         plain(self, pack, unpack)
 
     return init
-
-
-def _with_rows(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def enter(first: Any, *rest: Any) -> Any:
-        return plain(as_rows(first), *rest)
-
-    return enter
 
 
 def _in_graphs(tensors: Any, sums: GradientSums) -> tuple[list[Any], list[Any]]:

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from grappe.private_api.torch import FUNCTION_OWNERS, no_subclass_functions
 from grappe.rows.context import NOW
 from grappe.rows.draws import fill_own
-from grappe.rows.layout import Placement, layout_of
+from grappe.rows.layout import PARTIAL, Placement, layout_of
 from grappe.rows.messages import own_part
-from grappe.rows.own import FUNCTIONS, OwnRows, local_of, made_view, new_own, own_layout, write_own
-from grappe.rows.regions import FromLocal, Shared, ToLocal
+from grappe.rows.own import FUNCTIONS, FromLocal, OwnRows, ToLocal, local_of, made_view, new_own, own_layout, write_own
 from grappe.rows.views import expanded, place_after, reshaped
 
 Rule = Callable[[Any, Any, Any], Any]
@@ -63,7 +62,7 @@ def weight(value: Any) -> Any:
     if not value.requires_grad or not torch.is_grad_enabled():
         return value
     twin = NOW.context.twin(value)
-    return Shared.apply(value) if twin is None else twin
+    return ToLocal.apply(value, PARTIAL) if twin is None else twin
 
 
 def _as_weights(values: Iterable[Any]) -> list[Any] | None:
@@ -127,30 +126,17 @@ def _aligned_part(value: Any, lead: OwnRows) -> Any:
     ),
 )
 def _pointwise(of_torch: Any, arguments: Any, options: Any) -> Any:
-    first = arguments[0]
-    if not options and type(first) is OwnRows:  # of one tensor, or of two that are alike: most calls
-        second = arguments[-1]
-        kind, local = type(second), local_of(first)
-        if len(arguments) == 1 or (len(arguments) == 2 and (kind is float or kind is int)):
-            made = of_torch(local, *arguments[1:])
-        elif (
-            kind is OwnRows
-            and second._place == first._place
-            and second._local.dim() == local.dim()
-            and len(arguments) == 2
-        ):
-            made = of_torch(local, local_of(second))
-        else:
-            made = None
-        if made is local:
-            return first
-        if made is NotImplemented:  # as of Python's operators
-            return made
-        if made is not None:
-            return made_view(first, made, first._place) if of_torch in _VIEWS else new_own(made, first._place)
     if options.get("inplace") is True:
         return _write_in_place(of_torch, arguments, options)
-    taken = None if "out" in options else _fitting(arguments, options)
+    first, second, taken = arguments[0], arguments[-1], None
+    if type(first) is OwnRows and len(arguments) < 3 and not options:  # of one tensor, or of two alike: most calls
+        kind = type(second)
+        if len(arguments) == 1 or kind is float or kind is int:
+            taken = [local_of(first), *arguments[1:]], first
+        elif kind is OwnRows and second._place == first._place and second._local.dim() == first._local.dim():
+            taken = [local_of(first), local_of(second)], first
+    if taken is None and "out" not in options:
+        taken = _fitting(arguments, options)
     if taken is None:
         return NotImplemented
     values, lead = taken
@@ -252,18 +238,6 @@ def _dot_product_attention(of_torch: Any, arguments: Any, options: Any) -> Any:
     )
 
 
-@_rule(F.embedding)
-def _embed(of_torch: Any, arguments: Any, options: Any) -> Any:
-    names = "input,weight,padding_idx,max_norm,norm_type,scale_grad_by_freq,sparse"
-    taken = _bound(names, arguments, options)
-    if taken is None or taken[3] is not None or taken[5] or taken[6] or type(taken[0]) is not OwnRows:
-        return NotImplemented
-    weight = _as_weights(taken[1:2])
-    return (
-        NotImplemented if weight is None else new_own(of_torch(local_of(taken[0]), *weight, taken[2]), taken[0]._place)
-    )
-
-
 def _leaving(functions: Iterable[Any], fits: Callable[[int, int, list[Any], Any], bool]) -> None:
     """Registers functions that leave the rows' dimension in its place; other arguments are what all processes have.
 
@@ -288,6 +262,12 @@ def _every_result(made: Any, place: Placement) -> Any:
     return type(made)([new_own(each, place) for each in made])
 
 
+def _without(names: str, order: str, rest: list[Any], options: Any) -> bool:
+    """Returns whether arguments of these names are left out, or False; `order` is that of all after the first."""
+    passed = dict(zip(order.split(), rest, strict=False)) | options
+    return all(passed.get(name) is None or passed[name] is False for name in names.split())
+
+
 def _is_batch(dims_of_batch: int, dim: int, dims: int, *_: Any) -> bool:
     return dim == 0 and dims == dims_of_batch
 
@@ -304,19 +284,11 @@ _leaving(
     _functions((F,), "layer_norm rms_norm"),
     lambda dim, dims, rest, options: dim < dims - len(rest[0] if rest else options["normalized_shape"]),
 )
+_EMBEDDING = "weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
+_leaving((F.embedding,), lambda _, __, *passed: _without("max_norm scale_grad_by_freq sparse", _EMBEDDING, *passed))
+_BATCH_NORM = "running_mean running_var weight bias training momentum eps"  # in evaluation
+_leaving((F.batch_norm,), lambda dim, _, *passed: dim != 1 and _without("training", _BATCH_NORM, *passed))
 _leaving((F.pad,), lambda dim, dims, rest, options: dim < dims - len(rest[0] if rest else options["pad"]) // 2)
-
-
-@_rule(F.batch_norm)
-def _batch_norm_in_evaluation(of_torch: Any, arguments: Any, options: Any) -> Any:
-    names = "input,running_mean,running_var,weight,bias,training,momentum,eps"
-    taken = _bound(names, arguments, options)
-    if taken is None or taken[5] or type(taken[0]) is not OwnRows or taken[0]._place.dim == 1:
-        return NotImplemented
-    value, eps, others = taken[0], taken[7], _as_weights(taken[1:5])
-    if others is None:
-        return NotImplemented
-    return new_own(of_torch(local_of(value), *others, False, 0.0, 1e-5 if eps is None else eps), value._place)
 
 
 @_rule(F.dropout)
@@ -440,7 +412,12 @@ def _viewed(of_torch: Any, value: OwnRows, rest: list[Any], options: Any) -> Any
         index = rest[0] if type(rest[0]) is tuple else rest
         if not all(type(each) in _BASIC for each in index):
             return NotImplemented
-    place = _place_after(of_torch, value._local.shape, value._place, _frozen(rest), _frozen(list(options.items())))
+    key = of_torch, value._local.shape, value._place, _frozen(rest), _frozen(list(options.items()))
+    if key not in _PLACES:
+        if len(_PLACES) >= _MOST_PLACES:
+            _PLACES.clear()
+        _PLACES[key] = place_after(*key[:3], rest, options)
+    place = _PLACES[key]
     if place is None:
         return NotImplemented
     made = of_torch(local_of(value), *rest, **options)
@@ -456,15 +433,9 @@ def _frozen(value: Any) -> Any:
     return (slice, value.start, value.stop, value.step) if type(value) is slice else value
 
 
-def _thawed(value: Any) -> Any:
-    if type(value) is not tuple:
-        return value
-    return slice(*value[1:]) if value[:1] == (slice,) else tuple(map(_thawed, value))
-
-
-@functools.lru_cache(maxsize=4096)
-def _place_after(of_torch: Any, shape: Any, place: Placement, rest: Any, options: Any) -> Placement | None:
-    return place_after(of_torch, shape, place, _thawed(rest), dict(options))
+_MOST_PLACES = 5_000  # of a script whose shapes never repeat
+_PLACES: dict[Any, Placement | None] = {}
+"""Where rows are in a view, by function and arguments."""
 
 
 @_rule(torch.cat, torch.concat, torch.stack)

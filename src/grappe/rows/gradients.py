@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from grappe.private_api.torch import accumulate_gradient, gradient_hooks, is_hooked
 from grappe.rows.context import NOW
 from grappe.rows.layout import PARTIAL
-from grappe.rows.regions import FromLocal
+from grappe.rows.own import FromLocal
 from grappe.rows.tensor import Rows, full, local_rows
 
 FIRST_BYTES, BYTES = 1 << 20, 25 << 20
@@ -32,12 +32,6 @@ class _Term(NamedTuple):
     local: Tensor
     version: int | None
     """Writes to it so far: the version of its tensor stays, as rows are below autograd. None: a twin's gradient."""
-
-
-class _SentTerms(NamedTuple):
-    terms: list[_Term]
-    total: Tensor
-    work: Any
 
 
 _NO_TWIN: Any = (lambda: None, None)
@@ -56,7 +50,7 @@ class GradientSums:
         self._waiting = defaultdict[Kind, list[_Term]](list)
         self._bytes = Counter[Kind]()
         """Bytes of the gradients that wait."""
-        self._buckets: list[_SentTerms] = []
+        self._buckets: list[tuple[list[_Term], Tensor, dist.Work]] = []
         self._twins: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._own_hook = self._ready
         self._is_running = False
@@ -140,7 +134,7 @@ class GradientSums:
         total = torch.cat([each.local.reshape(-1) for each in terms]).to(wide)
         NOW.context.sent["gradients"] += total.nbytes
         work = dist.all_reduce(total, group=NOW.context.group, async_op=True)
-        self._buckets.append(_SentTerms(terms, total, work))
+        self._buckets.append((terms, total, work))
 
     def _finish(self, parameters: Sequence[Tensor]) -> None:
         """Puts the sums in place of the terms, and sums those that were not sent, or were written to since."""
@@ -167,11 +161,10 @@ class GradientSums:
     def _take(self) -> list[tuple[Tensor, Tensor]]:
         """Puts sums in place of terms; returns those of twins, by parameter."""
         of_twins = []
-        for bucket in self._buckets:
-            bucket.work.wait()
-            dtype = bucket.terms[0].local.dtype
-            pieces = bucket.total.to(dtype).split([each.local.numel() for each in bucket.terms])
-            for (parameter, term, version), piece in zip(bucket.terms, pieces, strict=True):
+        for terms, total, work in self._buckets:
+            work.wait()
+            pieces = total.to(terms[0].local.dtype).split([each.local.numel() for each in terms])
+            for (parameter, term, version), piece in zip(terms, pieces, strict=True):
                 made = piece.view(term.shape)
                 made = made if term.is_contiguous() else torch.empty_like(term).copy_(made)
                 if version is None:

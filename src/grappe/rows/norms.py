@@ -250,28 +250,19 @@ NONE, MEAN, SUM = range(3)
 
 @rule_of_rows("nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward")
 def _nll(call: RuleCall) -> Any:
-    tensors = (call["self"], call["target"], call.values.get("grad_output"))
-    led = [each for each in tensors if type(each) is TensorLayout and type(each.placement) is Placement]
-    in_classes = call["self"].placement
-    if not led or (type(in_classes) is Placement and in_classes.dim == 1) or len(call["self"].shape) < 2:
+    tensors = [call[name] for name in ("self", "target", "grad_output") if name in call.values]
+    led, in_classes = next((each for each in tensors if type(each.placement) is Placement), None), tensors[0].placement
+    if led is None or (type(in_classes) is Placement and in_classes.dim == 1) or len(tensors[0].shape) < 2:
         return None
-    return _nll_backward if call.name.endswith("_backward") else _nll_forward
+    at = led.placement
+    dim = at.dim - (at.dim > 0) if led is tensors[0] else at.dim  # of targets [N, ...]; outputs are [N, classes, ...]
+    run = _nll_backward if call.name.endswith("_backward") else _nll_forward
+    return functools.partial(run, at._replace(dim=dim + (dim > 0)), at._replace(dim=dim))
 
 
-def _class_rows(value: Any, target: Any, grad: Any = None) -> tuple[Placement, Placement]:
-    """Returns the placements of outputs [N, classes, ...] and of targets [N, ...]."""
-    for each in (value, target, grad):
-        at = each._cell.layout.placement if type(each) is Rows else None
-        if type(at) is Placement:
-            before = at.dim - (at.dim > 0) if each is value else at.dim
-            return at._replace(dim=before + (before > 0)), at._replace(dim=before)
-    raise AssertionError
-
-
-def _nll_forward(operator: Any, arguments: Any, options: Any) -> Any:
+def _nll_forward(of_value: Placement, placement: Placement, operator: Any, arguments: Any, options: Any) -> Any:
     value, target, weight, reduction, ignore = arguments
-    (of_value, placement), weight = _class_rows(value, target), full(weight)
-    own = own_of(value, of_value), own_of(target, placement)
+    own, weight = (own_of(value, of_value), own_of(target, placement)), full(weight)
     if reduction == NONE:
         made = operator(*own, weight, NONE, ignore)
         return wrapped(made[0], contiguous(target.shape, made[0], placement)), made[1]
@@ -287,9 +278,8 @@ def _nll_forward(operator: Any, arguments: Any, options: Any) -> Any:
     return wrapped(total, layout_of(total.shape, (), total.dtype, total.device, PARTIAL)), count
 
 
-def _nll_backward(operator: Any, arguments: Any, options: Any) -> Any:
+def _nll_backward(of_value: Placement, placement: Placement, operator: Any, arguments: Any, options: Any) -> Any:
     grad, value, target, weight, reduction, ignore, total = arguments
-    of_value, placement = _class_rows(value, target, grad)
     grad = own_of(grad, placement) if reduction == NONE else full(grad)
     own = own_of(value, of_value)
     made = operator(grad, own, own_of(target, placement), full(weight), reduction, ignore, full(total))

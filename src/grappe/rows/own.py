@@ -25,9 +25,8 @@ from grappe.private_api.torch import (
     wrapper_maker,
 )
 from grappe.rows.context import NOW
-from grappe.rows.layout import Placement, dense_stride, is_dense
-from grappe.rows.regions import FromLocal, ToLocal
-from grappe.rows.tensor import Rows, own_local, own_memory, own_of, settle, written
+from grappe.rows.layout import PARTIAL, Placement, dense_stride, is_dense
+from grappe.rows.tensor import Rows, from_local, full, own_local, own_memory, own_of, settle, written
 
 FUNCTIONS: dict[Any, tuple[Callable[[Any, Any, Any], Any], int]] = {}
 """By function: its rule, and a number of it that all processes have.
@@ -153,6 +152,35 @@ def _no_rule(what: str, instead: str) -> GrappeError:
 
 
 # ---- To and from rows --------------------------------------------------------------------------------------
+
+
+class ToLocal(torch.autograd.Function):
+    """From rows to this process's; gradients of these are the rows of a gradient.
+
+    At PARTIAL it takes a parameter that all processes have: the gradients of their rows are terms of a sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, placement: Any) -> Tensor:
+        ctx.placement = placement
+        return (value if placement is PARTIAL else own_of(value, placement)).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return FromLocal.apply(grad, ctx.placement), None
+
+
+class FromLocal(torch.autograd.Function):
+    """From this process's rows, or its term of a sum, to rows."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, placement: Any, stride: Any = None) -> Any:
+        ctx.placement = placement
+        return from_local(local, placement, stride)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return (ToLocal.apply(grad, ctx.placement) if type(ctx.placement) is Placement else full(grad)), None, None
 
 
 def as_own(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -351,11 +352,9 @@ def blank(layout: Any, identity: float = 0) -> Any:
     """Returns the part of a process without rows: nothing, or the numbers that change no sum."""
     if type(layout) is not TensorLayout:
         return layout
-    if identity in (float("inf"), -float("inf")) and not layout.dtype.is_floating_point:
-        limits = (False, True) if layout.dtype is torch.bool else None
-        least = limits[0] if limits else torch.iinfo(layout.dtype).min
-        most = limits[1] if limits else torch.iinfo(layout.dtype).max
-        identity = most if identity > 0 else least
+    if math.isinf(identity) and not layout.dtype.is_floating_point:
+        limits = torch.iinfo(torch.uint8 if layout.dtype is torch.bool else layout.dtype)
+        identity = limits.max if identity > 0 else limits.min
     return torch.full(layout.local_shape, identity, dtype=layout.dtype, device=layout.device)
 
 
@@ -395,34 +394,31 @@ def _takes(call: RuleCall, way: Way, arguments: Any, options: Any) -> tuple[list
         is_named = index >= len(arguments)
         if is_named and name not in options and name not in way.constants:
             continue
-        value = call[name]
+        several = type(call[name]) is list
+        layouts = call[name] if several else [call[name]]
         take = None
         if name in way.constants:
-            take = _constant(way.constants[name])
-        elif type(value) is TensorLayout or (type(value) is list and any(type(each) is TensorLayout for each in value)):
+            take = functools.partial(_constant, way.constants[name])
+        elif any(type(each) is TensorLayout for each in layouts):
             tensors = options[name] if is_named else arguments[index]
-            at = way.at.get(name, ...)
+            tensors, at = tensors if several else [tensors], way.at.get(name, ...)
             if at is ...:
-                usual = lambda each: call.aligned(each) if call.lead and type(each) is TensorLayout else None  # noqa: E731
-                at = [*map(usual, value)] if type(value) is list else usual(value)
-            places = at if type(value) is list else [at]
-            if type(value) is TensorLayout:
-                take = _take(value, at, type(tensors) is Rows)
+                places = [call.aligned(each) if call.lead and type(each) is TensorLayout else None for each in layouts]
             else:
-                take = _of_list(
-                    [
-                        _take(layout, place, type(each) is Rows) if type(layout) is TensorLayout else None
-                        for layout, place, each in zip(value, places, tensors, strict=True)  # type: ignore[arg-type]
-                    ]
-                )
+                places = at if several else [at]
+            parts = [
+                _take(layout, place, type(each) is Rows) if type(layout) is TensorLayout else None
+                for layout, place, each in zip(layouts, places, tensors, strict=True)
+            ]
+            take = _of_list(parts) if several else parts[0]
             empty |= any(type(each) is Placement and not each.rows for each in places)
         if take is not None:
             (named if is_named else takes).append((name if is_named else index, take))
     return takes, named, empty
 
 
-def _constant(value: Any) -> Callable[[Any], Any]:
-    return lambda _: value
+def _constant(value: Any, _: Any) -> Any:
+    return value
 
 
 def _of_list(takes: list[Any]) -> Callable[[Any], Any]:

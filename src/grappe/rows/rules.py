@@ -226,7 +226,8 @@ def _reduced(call: RuleCall, dims: list[int]) -> Any:
     total = math.prod(value.shape[dim] for dim in dims)
     if not total or len(call.layouts) != 1:
         return None
-    if name in ("sum", "count_nonzero", "nansum"):
+    power = None if call.values.get("dtype") else call.values.get("ord", call.values.get("p"))
+    if name in ("sum", "count_nonzero", "nansum") or power == 1:
         return Way(results=PARTIAL)
     if name == "mean":
         return Way(results=PARTIAL, after=lambda made: made * (there / total))
@@ -237,7 +238,7 @@ def _reduced(call: RuleCall, dims: list[int]) -> Any:
         )
     if name in ("var", "std", "var_mean", "std_mean") and not value.dtype.is_complex:
         return _spread(call, dims, there, total)
-    if name == "linalg_vector_norm" and call["ord"] == 2 and call["dtype"] is None and not value.dtype.is_complex:
+    if name == "linalg_vector_norm" and power == 2 and not value.dtype.is_complex:
 
         def norm(made: Tensor) -> Tensor:
             wide = torch.float64 if made.device.type != "mps" else torch.float32
@@ -502,10 +503,7 @@ def _product(call: RuleCall) -> Way | None:
     if contracted is not None:
         own = [contracted._replace(dim=dim) for dim in inner]
         return Way(at=dict(zip(names, own, strict=True)), results=PARTIAL)
-    if at:
-        return Way(at=dict(zip(names, (at, None), strict=True)), results=at)
-    assert bt is not None
-    return Way(at=dict(zip(names, (None, bt), strict=True)), results=bt)
+    return Way(at=dict(zip(names, (at, None if at else bt), strict=True)), results=at or bt)
 
 
 @rule("addmm baddbmm addmv")
@@ -583,7 +581,8 @@ def _convolution_backward(call: RuleCall) -> Way | None:
 _LEADING = {
     1: """
         reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward upsample_nearest1d
-        upsample_linear1d _upsample_nearest_exact1d avg_pool1d adaptive_avg_pool1d
+        upsample_linear1d _upsample_nearest_exact1d avg_pool1d adaptive_avg_pool1d upsample_nearest1d_backward
+        upsample_linear1d_backward _upsample_nearest_exact1d_backward
     """,
     2: """
         max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d
@@ -592,64 +591,40 @@ _LEADING = {
         _upsample_bicubic2d_aa reflection_pad2d reflection_pad2d_backward replication_pad2d replication_pad2d_backward
         linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet _linalg_eigh _linalg_svd linalg_qr
         linalg_lu_factor_ex _linalg_solve_ex linalg_solve_triangular triangular_solve cholesky_solve linalg_matrix_exp
+        upsample_nearest2d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward
+        _upsample_nearest_exact2d_backward col2im
     """,
     3: """
         max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d
         _adaptive_avg_pool3d_backward upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d
         reflection_pad3d replication_pad3d adaptive_max_pool3d pixel_shuffle pixel_unshuffle channel_shuffle
+        upsample_nearest3d_backward upsample_trilinear3d_backward _upsample_nearest_exact3d_backward
+        im2col grid_sampler_2d grid_sampler_2d_backward
     """,
+    4: "grid_sampler_3d grid_sampler_3d_backward",
 }
-"""Operators on the last 1, 2 or 3 dimensions of each tensor, alike for all others."""
+"""Operators on the last 1, 2, 3 or 4 dimensions of each tensor, alike for all others."""
 _LEADING_BY_NAME = {name: count for count, names in _LEADING.items() for name in names.split()}
 
 
-@rule_of_rows(" ".join(_LEADING.values()))
+@rule_of_rows(f"constant_pad_nd {' '.join(_LEADING.values())}")
 def _leading(call: RuleCall) -> Way | None:
     """Operators on last dimensions: rows are in one of the others."""
     placement, count = call.placement, len(call.lead.shape)
-    if placement.dim >= count - _LEADING_BY_NAME[call.name] or any(len(each.shape) != count for each in call.layouts):
+    last = len(call["pad"]) // 2 if call.name == "constant_pad_nd" else _LEADING_BY_NAME[call.name]
+    if placement.dim >= count - last or any(len(each.shape) != count for each in call.layouts):
         return None
-    return Way(results=placement)
+    sizes = {"input_size": [*call["input_size"]]} if "input_size" in call.values else {}
+    for size in sizes.values():
+        size[placement.dim] = call.lead.local_shape[placement.dim]
+    return Way(constants=sizes, results=placement)
 
 
-@rule_of_rows(
-    "im2col col2im grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward", first=True
-)
-def _samples(call: RuleCall) -> Way | None:
-    """Operators on a batch of samples in the first dimension."""
-    batched = {"im2col": 4, "col2im": 3}.get(call.name, 4 + ("3d" in call.name))
-    if any(len(each.shape) != batched for each in call.layouts):
-        return None
-    results = (call.placement,) * 2 if call.name.endswith("_backward") else call.placement
-    return Way(at=everywhere(call, call.placement), results=results)
-
-
-@rule_of_rows("constant_pad_nd")
-def _padded(call: RuleCall) -> Way | None:
-    value = call.first
-    return Way(results=value.placement) if value.placement.dim < len(value.shape) - len(call["pad"]) // 2 else None
-
-
-@rule_of_rows(
-    """
-    upsample_nearest1d_backward upsample_linear1d_backward upsample_nearest2d_backward upsample_bilinear2d_backward
-    upsample_bicubic2d_backward upsample_nearest3d_backward upsample_trilinear3d_backward
-    _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward
-    """,
-    first=True,
-)
-def _upsample_backward(call: RuleCall) -> Way | None:
-    grad = call.first
-    return Way(constants={"input_size": [grad.local_shape[0], *call["input_size"][1:]]}, results=grad.placement)
-
-
-@rule("embedding")
+@rule_of_rows("embedding")
 def _embedding(call: RuleCall) -> Way | None:
-    placement = call["indices"].placement
     if type(call["weight"].placement) is Placement:
         return None
-    placement = placement if type(placement) is Placement else None
-    return Way(at={"weight": None, "indices": placement}, results=placement)
+    return Way(at={"weight": None, "indices": call.placement}, results=call.placement)
 
 
 @rule("embedding_dense_backward")

@@ -103,9 +103,6 @@ class Cell:
         return self.every is not None and (self.family is None or self.seen == self.family.version)
 
 
-_make = wrapper_maker
-
-
 class _Rules(dict[Any, Callable[..., Any]]):
     """The rule of each operator that was called, by operator."""
 
@@ -274,9 +271,9 @@ def rows_of(cell: Cell) -> Rows:
     """Makes a tensor of a cell, which may be a view."""
     if torch.is_inference_mode_enabled():  # where a view of a tensor from outside is none of inference_mode
         with torch.inference_mode(False):
-            made = _make(Rows, *cell.layout.make)
+            made = wrapper_maker(Rows, *cell.layout.make)
     else:
-        made = _make(Rows, *cell.layout.make)
+        made = wrapper_maker(Rows, *cell.layout.make)
     throw_on_pointer(made)
     made._cell = cell
     return made
@@ -286,7 +283,7 @@ def wrapped(local: Tensor, layout: TensorLayout) -> Any:
     """Returns a new result: plain if every process has it."""
     if layout.placement is None:
         return local
-    made = _make(Rows, *layout.make)
+    made = wrapper_maker(Rows, *layout.make)
     throw_on_pointer(made)
     made._cell = Cell(fitted(local, layout), layout)
     return made

@@ -14,25 +14,21 @@ from grappe.rows.layout import GHOST, PARTIAL, Placement
 from grappe.rows.plans import TABLE, RuleCall, Way
 
 
-def _viewing(name: str, decide: Any) -> None:
-    """Registers a view, by what makes (placement, constants) of a call and its rows' placement; None gathers."""
-
-    def run(call: RuleCall) -> Way | None:
-        first = call.names[0]
-        placement = call.first.placement
-        if placement is GHOST:
-            return None
-        if placement is PARTIAL and call.name == "_conj":
-            placement = None  # its conjugate bit would be lost where terms are added up
-        if type(placement) is not Placement:
-            return Way(at={first: placement}, results=placement, view=True, operator=REAL.get(call.operator))
-        decided = decide(call, placement)
-        if decided is None:
-            return None
-        results, constants, operator = (*decided, None)[:3]
-        return Way(at={first: placement}, constants=constants, results=results, view=True, operator=operator)
-
-    TABLE[name] = run
+def _view(decide: Any, call: RuleCall) -> Way | None:
+    """Rule of a view, by what makes (placement, constants) of a call and its rows' placement; None gathers."""
+    first = call.names[0]
+    placement = call.first.placement
+    if placement is GHOST:
+        return None
+    if placement is PARTIAL and call.name == "_conj":
+        placement = None  # its conjugate bit would be lost where terms are added up
+    if type(placement) is not Placement:
+        return Way(at={first: placement}, results=placement, view=True, operator=REAL.get(call.operator))
+    decided = decide(call, placement)
+    if decided is None:
+        return None
+    results, constants, operator = (*decided, None)[:3]
+    return Way(at={first: placement}, constants=constants, results=results, view=True, operator=operator)
 
 
 def _viewed(call: RuleCall, placement: Placement) -> Any:
@@ -169,5 +165,4 @@ for _names, _decide in {
     "split split_with_sizes unsafe_split unsafe_split_with_sizes": _parted,
     "view_as_real": lambda call, placement: (placement, {}, REAL[call.operator]),
 }.items():
-    for _name in _names.split():
-        _viewing(_name, _decide)
+    TABLE.update(dict.fromkeys(_names.split(), functools.partial(_view, _decide)))
