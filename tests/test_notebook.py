@@ -12,7 +12,6 @@ import pytest
 from docs import translations
 from jupyter_client.manager import KernelManager
 
-import grappe
 from grappe import slurm
 from grappe.errors import UsageError
 from tests.patience import PATIENCE_SECONDS
@@ -109,21 +108,6 @@ def test_a_training_has_its_curves_in_the_cell(kernel: Kernel) -> None:
     assert "finished" in result["data"]["text/html"]
     [(_, result)] = kernel.execute("print(grappe.load(run, task).weight.shape)")
     assert "torch.Size([2, 3])" in result["text"]
-
-
-def test_the_stop_button_saves(kernel: Kernel) -> None:
-    stopped = []
-
-    def stop(kind: str) -> None:
-        if kind == "update_display_data" and not stopped:
-            stopped.append(kind)
-            kernel.manager.interrupt_kernel()
-
-    messages = kernel.execute(f'run = grappe.train(Slow(epochs=300, pause=0.2), "{PLAN}", "stopped")', stop)
-    assert "interrupted, saved" in text(messages)
-    assert "polyline" in pictures(messages)[-1]
-    checkpoint = grappe.Run(kernel.folder / "stopped").latest()
-    assert checkpoint is not None and checkpoint.step > 0
 
 
 def test_an_error_is_its_message_and_the_users_line(kernel: Kernel) -> None:

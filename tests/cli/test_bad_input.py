@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grappe.training.run import Run
 from tests.commands import GRAPPE, ran
-from tests.tasks.error_corpus import MODEL, POINTS, SAMPLE, TASK
+from tests.tasks.error_corpus import MODEL, SAMPLE, TASK
 from tests.typed import ended
 
 PLAN = ("--plan", "threads=1,device=cpu")
@@ -71,19 +70,6 @@ def test_a_sample_that_raises_in_a_data_worker(complain: Complain, tmp_path: Pat
     said = complain("train", "task.py", "--plan", "threads=1,device=cpu,workers=1")
     assert "KeyError: 'no sample seven' (" in said
     assert "in __getitem__(): raise KeyError" in said
-
-
-def test_a_loss_that_is_no_number(complain: Complain, tmp_path: Path) -> None:
-    (tmp_path / "task.py").write_text(TASK.replace(POINTS, f"{POINTS}.index_fill(0, torch.tensor(20), float('nan'))"))
-    said = complain("train", "task.py", "epochs=3", "--run", "run", "--log-samples", "--save-every", "1", *PLAN)
-    pattern = r"the loss is nan in epoch 1, step (\d+) \(sample ids ([\d, ]+)\)\. No checkpoint was overwritten"
-    found = re.match(pattern, said)
-    assert found, said
-    assert "6" in found[2].split(", ")  # of three numbers each
-    run = Run(tmp_path / "run")
-    assert run.latest().step == int(found[1]) - 1
-    assert not run.is_finished()
-    assert all(one["loss"] is not None for one in run.records("step"))
 
 
 def test_a_run_of_another_task_or_of_nothing(complain: Complain, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.typed import refused
         ("measure digits --repeats -1", "--repeats=-1"),
         ("measure digits batch_size=64,many", "batch_size=64,many: give whole numbers from 1"),
         ("measure digits --plan replicate=two", "replicate=two"),
+        ("verify digits", "give --plan replicate=2"),
         ("report nowhere", "nowhere is not a run"),
         ("curves nowhere", "nowhere is not a run"),
         ("curves", "no run given"),

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from grappe import optimizers
+from grappe import Task, optimizers
 from tests.parity.tasks import Images, Tokens
 
 RULES = ("lars", "larc", "lamb", "muon")
@@ -119,19 +119,18 @@ def made(rule: Rule, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optim
     return ScheduleFree(named, lr=0.3)
 
 
-class TunedTokens(Tokens):
+class Tuned(Task):
+    """Another rule."""
+
+    by: Rule = "lars"
+
+    def optimizer(self, named_parameters):
+        return made(self.by, list(named_parameters))
+
+
+class TunedTokens(Tuned, Tokens):
     """Tokens under another rule."""
 
-    by: Rule = "lars"
 
-    def optimizer(self, named_parameters):
-        return made(self.by, list(named_parameters))
-
-
-class TunedImages(Images):
+class TunedImages(Tuned, Images):
     """Images, with convolutions and batch normalisation, under another rule."""
-
-    by: Rule = "lars"
-
-    def optimizer(self, named_parameters):
-        return made(self.by, list(named_parameters))

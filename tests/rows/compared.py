@@ -375,6 +375,12 @@ def _of_parts(value: Any) -> Tensor:
     return from_local(own_local(value).clone(), placement) if type(placement) is Placement else value.clone()
 
 
+def _keeps_all(cell: Any) -> bool:
+    """Whether `full` reads something else than the parts that the processes hold."""
+    views = cell.ghost is not None or (cell.family is not None and cell.family.origin is not None)
+    return type(cell.layout.placement) is not Placement or views or cell.is_current()
+
+
 class Read:
     """A value that was read: its numbers, also as its parts have them, and what a script sees of it."""
 
@@ -384,7 +390,7 @@ class Read:
         self.stride = value.stride() if value.layout is torch.strided else ()
         self.requires_grad = value.requires_grad
         detached = value.detach()
-        self.again = full(_of_parts(detached)).clone() if type(value) is Rows else None
+        self.again = full(_of_parts(detached)).clone() if type(value) is Rows and _keeps_all(detached._cell) else None
         self.plain = full(detached).clone() if value.layout is torch.strided else value
 
 

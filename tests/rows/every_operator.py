@@ -3,11 +3,16 @@
 `python -m tests.rows.every_operator [--samples 4] [--draws 1] [--only NAME]` prints what is wrong, and the counts.
 """
 
+# Garbage is collected again once all calls are made: torch's databases are a million objects that stay.
 from __future__ import annotations
+
+import gc
+
+if __name__ == "__main__":
+    gc.disable()
 
 import argparse
 import dataclasses
-import gc
 import json
 import os
 import pickle
@@ -66,6 +71,7 @@ def judged(todo: list[Turn], undefined: frozenset[str] = frozenset(), *, watch: 
     """Yields the verdict of each turn. `watch` makes what records the lines that a process runs for it."""
     gc.collect()
     gc.freeze()  # what the processes share with this one stays shared
+    gc.enable()
 
     def make(size: int, world: str) -> Any:
         return lambda rank: _working(todo, size, rank, undefined, watch, world)

@@ -79,8 +79,9 @@ class World:
                     f"process {rank} {f'is in {calls[rank][0]}' if rank in calls else 'has ended'}"
                     for rank in range(self.size)
                 )
+            content = pickle.dumps(answer)
             for rank in calls:
-                pipes[rank].send_bytes(pickle.dumps(answer))
+                pipes[rank].send_bytes(content)
         return [results[rank] for rank in range(self.size)]
 
     def _fork(self, rank: int) -> tuple[int, Connection]:

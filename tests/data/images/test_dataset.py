@@ -50,13 +50,6 @@ def test_samples_have_the_same_ids_wherever_they_lie(tmp_path: Path, kind: str) 
         assert torch.equal(image, VIEW(files()[name], 7 + index))
 
 
-def test_an_archive_of_class_folders(tmp_path: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(tar((f"./train/{name}", one) for name, one in files().items()))
-    data = Images(tmp_path / "a.tar", VIEW)
-    assert data.classes == CLASSES
-    assert [data.read(index) for index in range(24)] == [files()[name] for name in sorted(files())]
-
-
 def test_the_index_is_one_file_beside_the_source_and_is_read_again(tmp_path: Path, capsys) -> None:
     source = made(tmp_path, "archive")
     Images(source, VIEW)

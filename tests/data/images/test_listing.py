@@ -193,22 +193,8 @@ def test_a_replaced_picture_has_the_next_start_make_the_index_again(tmp_path: Pa
     assert [data.sample(number, 0)[1] for number in range(40)] == [0] * 40
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ("a.jpg,ant\nb.jpg,bee\na.jpg,bee\n", r"two classes for the image 'a'"),
-        ("a.jpg,ant\nb.jpg,bee\na.jpg,ant\n", ""),
-    ],
-)
-def test_an_image_has_one_label(tmp_path: Path, lines: str, words: str) -> None:
-    place = tar(tmp_path / "v.tar", [("a.jpg", PICTURE), ("b.jpg", PICTURE)])
-    labels = tmp_path / "labels.csv"
-    labels.write_text(lines)
-    if words:
-        with pytest.raises(DataError, match=words):
-            Images(place, VIEW, labels=labels)
-    else:
-        assert Images(place, VIEW, labels=labels).targets().tolist() == [0, 1]
+def test_several_images_of_one_name_have_no_labels(tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text("a.jpg,ant\nb.jpg,bee\n")
     twice = tar(tmp_path / "w.tar", [("x/a.jpg", PICTURE), ("y/a.jpg", PICTURE)])
     with pytest.raises(DataError, match=r"several images have one name \('a'\)"):
-        Images(twice, VIEW, labels=labels)
+        Images(twice, VIEW, labels=tmp_path / "labels.csv")
