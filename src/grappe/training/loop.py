@@ -256,8 +256,7 @@ class Training:
 
     def _bottleneck(self, waits: Headspace) -> str:
         """Says what holds the training back most; "" if nothing stands out. Collective."""
-        largest = self.meter.largest(lambda _: (waits.share if waits.advice else 0.0, waits.advice))
-        return "" if largest is None else largest.sentence
+        return self.meter.sentence(lambda _: (waits.share if waits.advice else 0.0, waits.advice))
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yields the same batches; the wait for each counts as data, the time after it as forward."""
