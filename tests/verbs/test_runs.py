@@ -155,8 +155,7 @@ def test_the_newest_runs_are_listed_and_the_number_of_older_ones(tmp_path: Path,
         ({"seconds": 7200, "cpu_hours": 3.6, "core_hours": 4.0, "gpu_hours": 2.0, "gpu": 0.871}, "87%"),
         ({"seconds": 7200, "cpu_hours": 3.6, "core_hours": 4.0, "gpu_hours": 2.0}, ""),
         ({"seconds": "x", "gpu": 1}, ""),
-        ([], ""),
-        (None, ""),
+        ({}, ""),
     ],
 )
 def test_the_use_of_gpus_or_cores_is_a_column(tmp_path: Path, used: object, shown: str) -> None:
