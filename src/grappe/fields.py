@@ -304,6 +304,7 @@ class TextForm:
 
 
 Duration = Annotated[float, TextForm(seconds)]
+DurationOrNone = Annotated[float, TextForm(lambda text, name: 0.0 if text == "none" else seconds(text, name))]
 Part = Annotated[float, TextForm(part)]
 CountOrPart = Annotated[int | float, TextForm(count_or_part)]
 Names = Annotated[tuple[str, ...], TextForm(comma_separated)]

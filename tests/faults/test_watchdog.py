@@ -56,16 +56,16 @@ def test_data_that_never_come_are_named_with_their_line(start: Start, tmp_path: 
 SILENT = """
 import queue, sys
 from pathlib import Path
+from grappe.launch.rank import ProcessRank
 from grappe.training import watchdog
 said = queue.Queue()
 watchdog.complain = said.put
-idle = watchdog.IdleWatchdog(rank=0, size=int(sys.argv[1]), folder=Path.cwd(), limit=1.0)
-idle.start(3)
+watchdog.IDLE_SECONDS = 1.0
+watchdog.watch_idle(0.0, ProcessRank(launcher="grappe", size=int(sys.argv[1])), Path.cwd())
 try:
     print(said.get(timeout=float(sys.argv[2])))
 except queue.Empty:
     print("goes on")
-idle.stop()
 """
 
 
@@ -81,7 +81,16 @@ def test_a_script_that_does_nothing_is_named_and_goes_on_unless_another_process_
     if others:
         assert why == "goes on\n"
     else:
-        assert "process 0 of 1" in why and "makes no progress in step 4, at" in why and "silent.py" in why
+        assert "process 0 of 1" in why and "makes no progress in its program, at" in why and "silent.py" in why
+
+
+@pytest.mark.parametrize(
+    ("file", "waits"),
+    [("/usr/lib/python3/pdb.py", True), ("/x/debugpy/_vendored/pydevd/pydevd.py", True), ("/x/my_pdb.py", False)],
+)
+def test_who_waits_for_a_debugger_is_excused(tmp_path: Path, file: str, waits: bool) -> None:
+    stack = traceback.StackSummary.from_list([("train.py", 1, "main", ""), (file, 2, "interaction", "")])
+    assert watchdog(tmp_path, rank=0, size=1)._standstill(stack).excused is waits
 
 
 def test_the_work_of_started_processes_counts() -> None:
@@ -193,7 +202,7 @@ def test_a_first_step_may_compile_though_other_work_came_before(tmp_path: Path) 
 
 def test_work_of_several_steps_has_their_time(tmp_path: Path) -> None:
     ended: queue.Queue[str] = queue.Queue()
-    dog = watchdog(tmp_path, rank=0, size=1, limit=0.2, end=lambda message, _: ended.put(message))
+    dog = watchdog(tmp_path, rank=0, size=1, limit=0.2, end=lambda error: ended.put(str(error)))
     with dog.steps_at_once(10_000):
         dog.start(0)
         time.sleep(1)
@@ -205,7 +214,7 @@ def test_work_of_several_steps_has_their_time(tmp_path: Path) -> None:
 def test_a_paused_terminal_holds_nobody_to_account(tmp_path: Path) -> None:
     """Process 0 writes to a terminal that was paused by Ctrl-S; once it answers no more, it is at fault."""
     ended: queue.Queue[str] = queue.Queue()
-    dog = watchdog(tmp_path, rank=1, size=2, limit=0.2, end=lambda why, nodes: ended.put(why))
+    dog = watchdog(tmp_path, rank=1, size=2, limit=0.2, end=lambda error: ended.put(str(error)))
     report = tmp_path / "stall-rank-0.txt"
     paused = dataclasses.replace(told(0), excused=True)
     report.write_text(json.dumps({"token": "a", **dataclasses.asdict(paused)}) + "\n")

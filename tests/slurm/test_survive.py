@@ -66,6 +66,49 @@ def test_a_node_on_which_a_process_stands_still_is_noted(cluster: Cluster, tmp_p
     assert f"on {blamed[1]} makes no progress in step" in job.said()
 
 
+@pytest.mark.nightly
+def test_an_idle_job_ends_saved_and_does_not_go_back_into_the_queue(cluster: Cluster, tmp_path: Path) -> None:
+    words = ("--", "train", f"{STUCK}:Sleepy", "--idle", "4s", "--save-every", "1", "--plan", PLAN, "--run", "idle")
+    submit("--nodes", "2", *words, cwd=tmp_path)
+    job = Job.of(cluster, tmp_path, "idle")
+    job.until(lambda: not cluster.run("squeue", "-h", "-j", job.job, check=False).strip(), "it has ended")
+    assert "grappe: --idle: no process has computed for 4 s: saving and ending" in job.said()
+    assert "--idle has ended it: the same run, started again, resumes from its last checkpoint" in job.said()
+    assert "back into the queue" not in job.said() and job.restarts() == 0
+    assert (job.run / "logs" / f"job-{job.job}.end").read_text().strip() == "75"
+    assert Run(job.run).latest().step > 0
+    grappe("wait", "idle", cwd=tmp_path, code=75)
+
+
+WASTEFUL = """
+import time, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(420):
+    time.sleep(0.005)
+    torch.nn.functional.mse_loss(model(torch.ones(5, 4)), torch.ones(5, 1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.nightly
+def test_a_job_whose_cores_stand_idle_says_so_before_the_mail_comes(cluster: Cluster, tmp_path: Path) -> None:
+    short = "import grappe.training.bottleneck\ngrappe.training.bottleneck.LEAST_SECONDS = 1\n"
+    (tmp_path / "sitecustomize.py").write_text(short)
+    (tmp_path / "train.py").write_text(WASTEFUL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        submit("--nodes", "1", "--cores", "2", "--", "launch", "--run", "few", "train.py", cwd=tmp_path)
+    job = Job.of(cluster, tmp_path, "few")
+    job.until((job.run / "done").exists, "it is finished")
+    words = r"0\.\d of the job's 2 cores computed, and jobstats warns below 65%"
+    assert len(re.findall(words, job.said())) == 2, job.said()
+    assert re.search(words, Run(job.run).read_description()["bottleneck"])
+    (listed,) = (line for line in grappe("runs", "--runs", ".", cwd=tmp_path).splitlines() if "few" in line)
+    assert re.search(r"0\.\d/\d+ cores", listed), listed
+
+
 SLOW_NODE = """
 import os
 import sys

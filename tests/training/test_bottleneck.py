@@ -1,6 +1,7 @@
 """The bottleneck: planted times are named, with the change; healthy ones are not; and real trainings say it."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from grappe.profiling.phases import PHASES
-from grappe.training.bottleneck import Bottleneck, RankTimes, bottleneck
+from grappe.training.bottleneck import Bottleneck, RankTimes, bottleneck, underused
 from grappe.training.run import Run
+from grappe.verbs.runs import utilisation
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +20,7 @@ WAITS = "load with 3 workers"
 
 def times(
     *, host: str = "n1", cores: tuple[int, ...] = (0, 1, 2, 3), device: str = "cpu", processor: float | None = None,
-    **phases: float,
+    spent: float = 0.0, gpu: float | None = None, **phases: float,
 ) -> RankTimes:  # fmt: skip
     """A process's times of 100 seconds: what `phases` leave is forward's."""
     found = dict.fromkeys(PHASES[:-1], 0.0) | phases
@@ -26,7 +28,7 @@ def times(
     computing = sum(found[name] for name in ("forward", "backward", "update"))
     return RankTimes(
         phases=found, processor=computing if processor is None else processor, host=host, cores=frozenset(cores),
-        device=device,
+        device=device, spent=spent, gpu=gpu,
     )  # fmt: skip
 
 
@@ -71,6 +73,46 @@ def test_a_planted_cause_is_named_with_the_change(
 )
 def test_nothing_is_said_of_a_healthy_training(processes: list[RankTimes]) -> None:
     assert found(*processes) is None
+
+
+JOB = {"SLURM_CPUS_ON_NODE": "4"}
+KEMPNER = {"GRAPPE_WARNS": "0.2 kempner"}
+
+
+@pytest.mark.parametrize(
+    ("processes", "variables", "said"),
+    [
+        ([times(device="cuda", gpu=0.12)], {}, "the GPU computed 12% of the time, and jobstats warns below 25%"),
+        (
+            [times(device="cuda", gpu=each) for each in (0.1, 0.2)],
+            KEMPNER,
+            "2 GPUs computed 15% of the time, and kempner",
+        ),
+        (
+            [times(device="cuda", gpu=0.1), times(device="cuda")],
+            KEMPNER,
+            "the GPU computed 10% of the time, and kempner",
+        ),
+        ([times(device="cuda", gpu=0.22)], KEMPNER, ""),
+        ([times(device="cuda", gpu=0.25)], JOB, ""),
+        ([times(device="cuda", spent=1)], JOB, ""),  # the GPU does not tell, and the host need not compute
+        ([times(spent=100)], JOB, "1.0 of the job's 4 cores computed, and jobstats warns below 65%"),
+        ([times(spent=100), times(spent=100)], JOB, "2.0 of the job's 4 cores computed"),
+        ([times(spent=100), times(spent=100, host="n2")], JOB, "2.0 of the job's 8 cores computed"),
+        ([times(spent=270)], JOB, ""),
+        ([times(spent=10)], {"SLURM_CPUS_ON_NODE": "1"}, ""),
+        ([times(spent=10)], {}, ""),
+    ],
+)
+def test_a_use_below_what_sites_warn_at_is_said(
+    processes: list[RankTimes], variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_CPUS_ON_NODE", "GRAPPE_WARNS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = underused(processes)
+    assert found.startswith(said) if said else not found
 
 
 SLOW_DATA = """
@@ -129,10 +171,14 @@ def test_a_training_that_waits_for_data_says_so_after_200_steps_and_at_the_end(w
     (tmp_path / "train.py").write_text(SLOW_DATA + text)
     done = subprocess.run(
         [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}, check=False,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}", "SLURM_CPUS_ON_NODE": "8"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     written = Run(tmp_path / "run").read_description()["bottleneck"]
-    assert written.startswith("input-bound: ")
+    assert re.match(r"\d\.\d of the job's 8 cores computed, and jobstats warns below 65%: input-bound: ", written), (
+        written
+    )
     said = done.stdout + done.stderr
-    assert said.count("input-bound: ") == 2, said
+    assert said.count("input-bound: ") == said.count("jobstats warns below") == 2, said
+    assert re.fullmatch(r"\d\.\d/\d+ cores", utilisation(Run(tmp_path / "run").read_description()))
+    assert (tmp_path / "run/usage.jsonl").exists()

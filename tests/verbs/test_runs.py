@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grappe.errors import RunError, UsageError
-from grappe.verbs.runs import Target, board, last_run, listing, race, target_of
+from grappe.verbs.runs import Target, board, facts, last_run, listing, race, target_of, utilisation
 from tests.typed import ended
 
 ACCURACY = Target(name="accuracy", value=0.9, falls=False)
@@ -146,3 +146,23 @@ def test_the_newest_runs_are_listed_and_the_number_of_older_ones(tmp_path: Path,
     assert listed() == ["b", "d"] and "2 older runs are left out: --all shows them" in capsys.readouterr().err
     assert sorted(listed(everything=True)) == sorted(listed(tag="t")) == ["a", "b", "c", "d"]
     assert "older" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("used", "shown"),
+    [
+        ({"seconds": 7200, "cpu_hours": 3.6, "core_hours": 4.0, "gpu_hours": 0.0}, "1.8/2 cores"),
+        ({"seconds": 7200, "cpu_hours": 3.6, "core_hours": 4.0, "gpu_hours": 2.0, "gpu": 0.871}, "87%"),
+        ({"seconds": 7200, "cpu_hours": 3.6, "core_hours": 4.0, "gpu_hours": 2.0}, ""),
+        ({"seconds": "x", "gpu": 1}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_use_of_gpus_or_cores_is_a_column(tmp_path: Path, used: object, shown: str) -> None:
+    assert utilisation({"used": used}) == shown
+    make(tmp_path, "one", {}, used=used)
+    table = listing(tmp_path)
+    assert not isinstance(table, str)
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert columns.get("use", [""]) == [shown]
+    assert facts(tmp_path)[0]["utilisation"] == shown

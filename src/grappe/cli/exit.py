@@ -26,7 +26,7 @@ from grappe.words import VERSION
 EXIT_SIGINT = 130
 FORM = 1
 """Version of the form of what --json prints: it rises when a name goes or changes its meaning."""
-LAUNCH_OPTIONS = ("--plan", "-p", "--run", "--runs", "--save-every")
+LAUNCH_OPTIONS = ("--plan", "-p", "--run", "--runs", "--save-every", "--idle")
 """Options of `grappe launch` that a value follows."""
 BUG = "a bug in grappe"
 """Words for an exception that nobody foresaw; attacks and fuzzers search output for them."""

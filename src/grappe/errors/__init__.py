@@ -10,6 +10,7 @@ GrappeError                 a request cannot be carried out; the message says wh
 ├── DivergedError           the loss is not a number any more
 ├── ComputedWrongly         a process's gradients are not those of the same samples and weights on others
 ├── OutOfMemory             a process may not take as much memory as the plan needs
+├── Idle                    the processes computed nothing for as long as --idle allows
 └── ProcessDied             one of the processes ended unexpectedly
 """
 
@@ -105,6 +106,12 @@ class ComputedWrongly(GrappeError):
 
 class OutOfMemory(GrappeError):
     """A process may not take as much memory as the plan needs."""
+
+
+class Idle(GrappeError):
+    """The processes computed nothing for as long as --idle allows."""
+
+    exit_code = EXIT_INTERRUPTED
 
 
 class ProcessDied(GrappeError):

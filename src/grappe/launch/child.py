@@ -144,27 +144,32 @@ def accuse(nodes: Mapping[str, str], suffix: str = WRONG) -> None:
             stream.write("".join(lines).encode())
 
 
-def end_now(rendezvous_folder: Path, process: ProcessRank, message: str, nodes: Mapping[str, str]) -> None:
-    """Ends this process from any thread, with a message for the user: the main thread may be blocked for ever.
+def fail(code: int) -> None:
+    """Leaves the exit code to the job's script, which then ends the job for good; does nothing outside of a job."""
+    if file := os.environ.get(FAILURE):  # srun reports only that the others were killed
+        with contextlib.suppress(OSError, errors.RunError):
+            files.replace(Path(file), str(code).encode(), files.IN_PART)
 
-    Args:
-        nodes: what speaks against nodes.
-    """
-    accuse(nodes)
+
+def end_now(rendezvous_folder: Path, process: ProcessRank, error: errors.GrappeError) -> None:
+    """Ends this process from any thread, with an error for the user: the main thread may be blocked for ever."""
+    accuse(error.nodes)
     if process.launcher == "grappe":
-        files.replace(_last_words(early_log(rendezvous_folder, process)), message.encode(errors="replace"))
+        text = f"{type(error).__name__}\n{error}"
+        files.replace(_last_words(early_log(rendezvous_folder, process)), text.encode(errors="replace"))
     else:
-        complain(f"grappe: {message}")
+        complain(f"grappe: {error}")
     # Of a job, whose script goes on after a kill: srun's own kill of the process that stands still may come later.
-    os._exit(128 + signal.SIGKILL if nodes and FAILURE in os.environ else errors.EXIT_FAILURE)
+    os._exit(128 + signal.SIGKILL if error.nodes and FAILURE in os.environ else error.exit_code)
 
 
 def last_words(log: Path) -> Report | None:
     """Makes the report of a process that `end_now` ended; `log` is its early log."""
     try:
-        return Report(kind="error", error="ProcessDied", message=files.read_text(_last_words(log)))
+        name, _, message = files.read_text(_last_words(log)).partition("\n")
     except OSError:
         return None
+    return Report(kind="error", error=name, message=message)
 
 
 def _last_words(log: Path) -> Path:

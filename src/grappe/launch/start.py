@@ -27,7 +27,7 @@ from grappe.errors import (
     of_file,
 )
 from grappe.launch import files, imports, local, mps
-from grappe.launch.child import FAILURE, accuse
+from grappe.launch.child import FAILURE, accuse, fail
 from grappe.launch.files import rendezvous_folder_of
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.plan import Plan
@@ -83,12 +83,10 @@ def reported_once(error: Exception, process: ProcessRank) -> BaseException:
         error = of_file(error)
     ours = isinstance(error, GrappeError)
     code = error.exit_code if ours else EXIT_FAILURE
-    file = os.environ.get(FAILURE)  # for the batch script: srun reports only that the others were killed
     if isinstance(error, GrappeError):
         accuse(error.nodes)
-    if file and not isinstance(error, ComputedWrongly) and (ours or not local.lost_another(str(error))):
-        with contextlib.suppress(OSError, RunError):
-            files.replace(Path(file), str(code).encode(), files.IN_PART)
+    if not isinstance(error, ComputedWrongly) and (ours or not local.lost_another(str(error))):
+        fail(code)
     if not claims_error_report(process):
         return SystemExit(code)
     name = f"process {process.rank} of {process.size} on {host_name()}"

@@ -9,7 +9,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from grappe.profiling import memory
 from grappe.profiling.phases import (
@@ -91,8 +91,11 @@ class Chronometer:
         data_parallel: whether all processes are data-parallel ones, which wait for each other after the last gradient.
     """
 
+    newest: ClassVar[Chronometer | None] = None
+    """Clock of this process's training; None: it has not begun."""
+
     def __init__(self, device: torch.device, started: float, *, data_parallel: bool = False) -> None:
-        self._phase = START
+        Chronometer.newest, self._phase = self, START
         self._around: int | None = None
         self._at = self._lap = started
         self._row = self.last_step = NOTHING.copy()

@@ -30,6 +30,8 @@ LOADERS = re.compile(
     r"LD_\w*|DYLD_\w*|PYTHON\w*|BASH_\w*|GRAPPE_\w*|PATH|ENV|IFS|SHELLOPTS|PS4|PROMPT_COMMAND|HOME", re.ASCII
 )
 GPUS = "{gpus}"
+WARNS = "GRAPPE_WARNS"
+"""Variable of a job's script: the mean use of GPUs below which the site warns, 0 to 1, and the site: "0.2 kempner"."""
 KINDS: dict[Any, str] = {
     int: "a whole number", str: "a text", bool: "true or false", float: "a number", tuple: "a list",
     datetime.date: "a date",
@@ -176,6 +178,8 @@ class JobRules:
     """The way to parts of the internet where there is no direct one, for users."""
     mps: tuple[str, ...] = ()
     """Options that MPS needs."""
+    warn_below: float | None = None
+    """Mean use of a job's GPUs below which the site warns its user, 0 to 1; None: unknown."""
 
 
 Contents = Literal["runs", "data", "caches"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +12,16 @@ from typing import NamedTuple
 from grappe.launch.world import World
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import PHASES, START
+from grappe.sites.schema import WARNS
+from grappe.training.watchers.meter import Usage
 
 STEPS = 200
 """Steps of a start after which a first sentence is due, or twice as many, and so on, until LEAST_SECONDS are over."""
 LEAST_SECONDS = 30.0  # in a shorter time a share is noise, and nobody gains by less
 WORTH = 1.1  # times as fast: less is not worth a change
 COMPUTING = ("forward", "backward", "update")
+JOBSTATS = {"gpu": 0.25, "cpu": 0.65}
+"""Mean use of GPUs, and of a job's cores, below which jobstats warns with its own settings, as many sites have it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,10 @@ class RankTimes:
     cores: frozenset[int]
     """Cores on which it may run."""
     device: str
+    spent: float = 0.0
+    """CPU seconds with those of its data workers."""
+    gpu: float | None = None
+    """Mean share of the time in which its GPU ran a kernel; None: unknown, or another process measures it."""
 
     @property
     def total(self) -> float:
@@ -77,12 +84,16 @@ Waits = Callable[[Sequence[RankTimes]], tuple[float, str]]
 
 
 class BottleneckMeter:
-    """The times of a process's steps after the first, from which all processes together find the bottleneck."""
+    """The times of a process's steps after the first, from which all processes together find the bottleneck.
 
-    def __init__(self, chronometer: Chronometer, world: World) -> None:
-        self._chronometer, self._world = chronometer, world
+    Args:
+        usage: returns this process's use of resources so far.
+    """
+
+    def __init__(self, chronometer: Chronometer, world: World, usage: Callable[[], Usage]) -> None:
+        self._chronometer, self._world, self._usage = chronometer, world, usage
         self._before: list[float] = []
-        self._processor = 0.0
+        self._processor = self._spent = 0.0
         self._steps, self._due = 0, STEPS
 
     def stepped(self) -> bool:
@@ -90,27 +101,47 @@ class BottleneckMeter:
         self._steps += 1
         if self._steps == 1:  # it is slower than all others
             self._before, self._processor = self._chronometer.spent()[1], time.process_time()
+            self._spent = self._usage().cpu_seconds
         return self._steps == self._due
 
-    def largest(self, waits: Waits) -> Bottleneck | None:
-        """Finds the bottleneck; None: nothing stands out, or the training is short. Collective."""
+    def sentence(self, waits: Waits) -> str:
+        """Says how little is used, and what the bottleneck is; "": neither, or the training is short. Collective."""
         if self._steps < 2:
-            return None
+            return ""
         times = self._world.gather(self._times())
         if min(each.total for each in times) < LEAST_SECONDS:
             self._due *= 2
-            return None
-        return bottleneck(times, waits)
+            return ""
+        largest = bottleneck(times, waits)
+        return ": ".join(filter(None, [underused(times), largest.sentence if largest else ""]))
 
     def _times(self) -> RankTimes:
         spent = zip(PHASES, self._chronometer.spent()[1], self._before, strict=True)
+        usage = self._usage()
         return RankTimes(
             phases={name: now - before for name, now, before in spent if name != PHASES[START]},
             processor=time.process_time() - self._processor,
-            host=socket.gethostname(),
+            host=usage.host,
             cores=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
             device=self._world.device.type,
+            spent=usage.cpu_seconds - self._spent,
+            gpu=usage.gpu,
         )
+
+
+def underused(times: Sequence[RankTimes]) -> str:
+    """Says how little of the GPUs, or of a Slurm job's cores, is used, if sites warn of so little; "" if not."""
+    gpus = [each.gpu for each in times if each.gpu is not None]
+    if gpus:
+        least, _, site = os.environ.get(WARNS, f"{JOBSTATS['gpu']} jobstats").partition(" ")
+        share, names = statistics.mean(gpus), "the GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+        warning = f"{names} computed {share:.0%} of the time, and {site} warns below {float(least):.0%}"
+        return warning if share < float(least) else ""
+    asked = int(os.environ.get("SLURM_CPUS_ON_NODE", "0")) * len({each.host for each in times})
+    used, least = sum(each.spent / max(1e-9, each.total) for each in times), JOBSTATS["cpu"]
+    if asked <= 1 or used >= least * asked or any(each.device != "cpu" for each in times):
+        return ""
+    return f"{used:.1f} of the job's {asked} cores computed, and jobstats warns below {least:.0%}"
 
 
 def bottleneck(times: Sequence[RankTimes], waits: Waits) -> Bottleneck | None:

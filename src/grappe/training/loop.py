@@ -258,8 +258,7 @@ class Training:
 
     def _bottleneck(self, waits: Headspace) -> str:
         """Says what holds the training back most; "" if nothing stands out. Collective."""
-        largest = self.meter.largest(lambda _: (waits.share if waits.advice else 0.0, waits.advice))
-        return "" if largest is None else largest.sentence
+        return self.meter.sentence(lambda _: (waits.share if waits.advice else 0.0, waits.advice))
 
     def _read(self, kind: str, loader: BatchLoader, start: int, stop: int) -> Iterator[Batch]:
         log = self.sample_log

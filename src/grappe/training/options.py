@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 
 from grappe.errors import UsageError
-from grappe.fields import CountOrPart, Duration, Names, Part, Ranks, at_least
+from grappe.fields import CountOrPart, Duration, DurationOrNone, Names, Part, Ranks, at_least
 
 LONGEST_NOTE = 500  # characters
 
@@ -42,6 +42,8 @@ class Options:
     """Save and stop before this time is over: seconds, 30m, 2h, 02:30:00. Default: Slurm's end time."""
     stall_limit: Duration | None = None
     """Abort when no step, evaluated batch or save ends in this time: seconds, 5m. Default: derived from the steps."""
+    idle: DurationOrNone = 0.0
+    """Save and end, with exit code 75, when no process has computed anything for this time: 30m. Default: none."""
     restarts: int = 0
     """Start again from the last checkpoint, in the same command, after a process was killed from outside: this number
     of times. Default: never, as whoever killed it may mean it to end. A Slurm job does it by itself."""

@@ -129,6 +129,8 @@ class Loop:
         self._waits.enter_context(waits_counted(self.chronometer))
         self._folder = LoopFolder(folder, self.plan, self.world, seed) if folder is not None else None
         self._log.folder = self._folder
+        if self._folder is not None:
+            self._log.meter.started(self._folder.info)
         self._found = self._folder.checkpoint if self._folder is not None else None
         self._now, self._before = _Position(), _Position()
         """After the calls of `batches` so far; and before those of the running epoch."""
@@ -429,14 +431,14 @@ class Loop:
         self.chronometer.finish()
         try:
             if error is None:
-                self._log.flush()
-                self._log.say_bottleneck()
+                self._log.close()
                 self._steps.end(self._log, None)
         except GrappeError as problem:
             error = problem
             raise
         finally:
             self._steps.end(self._log, error)
+            self._log.meter.ended(None)
             if self._folder is not None:
                 self._folder.close(self.step, error, interrupted=interrupted)
         if error is None:

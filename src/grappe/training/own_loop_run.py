@@ -7,6 +7,7 @@ the next step runs.
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 import traceback
@@ -30,6 +31,7 @@ from grappe.launch.signals import StopSignal
 from grappe.launch.terminal import complain, say
 from grappe.launch.world import World
 from grappe.plan import Plan
+from grappe.profiling import memory
 from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import BACKWARD, DATA, FORWARD, PHASES, UPDATE
 from grappe.rows.tensor import own_term
@@ -39,6 +41,7 @@ from grappe.training.rows_step import SpreadSteps
 from grappe.training.run import DONE, Run, restarted, start_facts, taken
 from grappe.training.watchers.base import Record, RunInfo, Watcher
 from grappe.training.watchers.curves import Curves
+from grappe.training.watchers.meter import Meter, used
 
 NO_EPOCH = 1 << 62  # steps: a loop's epochs need not be alike, so the curves sum up none
 
@@ -168,16 +171,17 @@ class LoopFolder:
 
 
 class StepLog:
-    """Clock, stop signal and losses of a script's steps; each process has its term of a loss.
+    """Clock, meter, stop signal and losses of a script's steps; each process has its term of a loss.
 
     Args:
         began: when the process began, by time.perf_counter.
         steps: run the backwards.
     """
 
-    def __init__(self, world: World, began: float, steps: SpreadSteps) -> None:
+    def __init__(self, plan: Plan, world: World, began: float, steps: SpreadSteps) -> None:
         self._world, self._steps = world, steps
         self.chronometer, self.stop = Chronometer(world.device, began), StopSignal()
+        self.meter = Meter(world, self.chronometer, per_device=plan.per_device, began=began, baseline=memory.resident())
         self.folder: LoopFolder | None = None
         """The run's; None: nothing is written."""
         self.check: Callable[[Sequence[float]], None] = lambda sums: None
@@ -186,7 +190,17 @@ class StepLog:
         self._fresh: set[str] = set()
         """Lines of backwards since an optimizer has stepped: their losses add up."""
         self._running: tuple[Record, Tensor, Tensor | None, Sequence[dist.Work]] | None = None
-        self._meter = BottleneckMeter(self.chronometer, world)
+        self._bottleneck = BottleneckMeter(self.chronometer, world, self.meter.usage)
+
+    def close(self) -> None:
+        """Writes the last step, the bottleneck, and the use of resources. Collective."""
+        self.flush()
+        self._say_bottleneck()
+        usages = self._world.gather(dataclasses.replace(self.meter.usage(), timing=self.chronometer.timing()))
+        if self.folder is not None and self._world.rank == 0:
+            run = Run(self.folder.path)
+            so_far = used(usages, run.read_description().get("used", {}))
+            run.describe(costs=[dataclasses.asdict(each) for each in usages], used=so_far)
 
     def backward(self, loss: Tensor, run: Callable[[float], None]) -> None:
         """Runs a backward, and notes its time and this process's term of its loss."""
@@ -221,8 +235,9 @@ class StepLog:
         """
         self.stop.check_time()
         before = self.flush()
-        if self._meter.stepped():
-            self.say_bottleneck()
+        self.meter.stepped(record)
+        if self._bottleneck.stepped():
+            self._say_bottleneck()
         sums, terms = torch.tensor([self.stop.flag, *numbers], dtype=torch.float64), list(self._terms.values())
         losses = torch.stack([each.to(terms[0].device) for each in terms]) if terms else None
         self._terms.clear()
@@ -235,14 +250,14 @@ class StepLog:
         self._running = record, sums, losses, works
         return sums.tolist() if self._world.size == 1 else before
 
-    def say_bottleneck(self) -> None:
+    def _say_bottleneck(self) -> None:
         """Says what holds the loop back most, and writes it to the run; nothing if nothing stands out. Collective."""
-        largest = self._meter.largest(_waits)
-        if largest is None or self._world.rank:
+        sentence = self._bottleneck.sentence(_waits)
+        if not sentence or self._world.rank:
             return
-        say(largest.sentence, sys.stderr)
+        say(sentence, sys.stderr)
         if self.folder is not None:
-            Run(self.folder.path).describe(bottleneck=largest.sentence)
+            Run(self.folder.path).describe(bottleneck=sentence)
 
     def flush(self) -> list[float]:
         """Writes the last step, and returns the sums of its numbers; [] if that was done. Collective."""

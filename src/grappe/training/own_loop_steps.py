@@ -70,7 +70,7 @@ class LoopSteps(StepHandler):
     def of(cls, plan: Plan, world: World, began: float) -> tuple[LoopSteps, StepLog]:
         """Returns the steps of the open loops, and the log of one that joins them. All draw alike then. Collective."""
         steps = cls.now = cls.now or cls(plan, world)
-        log = StepLog(world, began, steps.spread)
+        log = StepLog(plan, world, began, steps.spread)
         steps._open.append(log)
         if world.size > 1:
             set_random_state(world.share(random_state()))

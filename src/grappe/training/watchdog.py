@@ -14,6 +14,8 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
+import signal
 import sys
 import threading
 import time
@@ -26,10 +28,14 @@ import torch
 import torch.autograd
 import torch.distributed
 
-from grappe.errors import RunError, user_line
+from grappe.errors import EXIT_INTERRUPTED, GrappeError, Idle, ProcessDied, RunError, user_line
 from grappe.launch import files
+from grappe.launch.child import end_now, fail
 from grappe.launch.files import IN_PART
-from grappe.launch.terminal import complain
+from grappe.launch.rank import ProcessRank
+from grappe.launch.signals import StopSignal
+from grappe.launch.terminal import UserStream, complain
+from grappe.profiling.chronometer import Chronometer
 from grappe.profiling.phases import BACKWARD, CHECKPOINT, COMMUNICATION, EVALUATION, FORWARD
 from grappe.words import host_name
 
@@ -43,7 +49,9 @@ TIMES_LONGEST = 20.0
 TICK_SECONDS = 1.0
 GRACE_SECONDS = 5.0
 LAST_LINES = 8
+STACKS = "\nThe stacks of all processes: "
 WORK = {EVALUATION: "evaluation", CHECKPOINT: "save"}  # by phase; any other is a part of a step
+DEBUGGERS = re.compile(r"\b(bdb|pdb)\.py$|pydevd")  # files of which a stopped program's stack has one
 TORCH_WAITS = tuple(Path(package.__file__).parent for package in (torch.distributed, torch.autograd))
 """Folders of torch's packages in which a process waits for others, where nothing says so."""
 
@@ -63,7 +71,7 @@ class Standstill:
     waits: bool
     """Whether the main thread waits for other processes."""
     excused: bool
-    """Whether the main thread waits for the user's terminal: paused by Ctrl-S, or a pipe with a slow reader."""
+    """Whether the main thread waits for the user, at a debugger or a paused terminal, or for a slow pipe."""
     stack: tuple[str, ...]
     """The last lines of the main thread's stack."""
 
@@ -75,13 +83,13 @@ class Watchdog:
         folder: the folder of reports, shared by all processes.
         token: identifies this start, so that older reports are ignored.
         limit: seconds without progress that are too long; None: derived from the longest so far.
-        end: callback that ends this process with a message for the user, and what speaks against nodes.
+        end: callback that ends this process with an error for the user.
         phase: returns the main thread's phase, one of profiling.phases.
         writing: returns whether the main thread is writing to the user's terminal now.
     """
 
     _asks_all = False
-    """Whether the others' progress is enough."""
+    """Whether all must have stood still for as long."""
 
     def __init__(
         self,
@@ -91,7 +99,7 @@ class Watchdog:
         folder: Path,
         token: str,
         limit: float | None,
-        end: Callable[[str, Mapping[str, str]], None],
+        end: Callable[[GrappeError], None],
         phase: Callable[[], int],
         writing: Callable[[], bool],
     ) -> None:
@@ -147,12 +155,13 @@ class Watchdog:
                     self._seen.add(work)
                 before, silent = now, 0.0
             late = silent > self.bound()
-            if (late or (silent > self._grace and self._others())) and self._stands_still(before, silent):
+            asked = not self._asks_all and silent > self._grace and self._others()
+            if (late or asked) and self._stands_still(before, silent):
                 return
             if late:
                 silent = 0.0
 
-    def _progress(self) -> tuple[int, str]:
+    def _progress(self) -> tuple[object, str]:
         """Returns a value that changes with progress: the marks, and the kind of work."""
         return self.marks, WORK.get(self._phase(), "step")
 
@@ -166,7 +175,7 @@ class Watchdog:
             least = FIRST_SECONDS
         return max(least, TIMES_LONGEST * self._longest)
 
-    def _stands_still(self, before: tuple[int, str], silent: float) -> bool:
+    def _stands_still(self, before: tuple[object, str], silent: float) -> bool:
         """Reports a standstill, and ends this process unless there is progress in the meantime."""
         self._report(silent)
         while not self._over.wait(self._grace):
@@ -174,9 +183,11 @@ class Watchdog:
             if self._progress() != before or any(report.excused for report in reports.values()):
                 break
             if self._asks_all and len(reports) < self._size:  # another one gets on
-                break
+                continue
             if min(reports, default=self._rank) >= self._rank:
-                self._end(sentence(reports, self._size, self._folder, silent), against_nodes(reports, self._size))
+                error = ProcessDied(sentence(reports, self._size, self._folder, silent))
+                error.nodes = against_nodes(reports, self._size)
+                self._end(error)
                 return True
         with contextlib.suppress(OSError, RunError):
             files.remove(self._path(self._rank), IN_PART)
@@ -223,47 +234,63 @@ class Watchdog:
             step=self.step,
             where=user_line.place_in(stack),
             waits=self._size > 1 and (self.waiting or waits_in(self._phase(), stack)),
-            excused=self._writing(),
+            excused=self._writing() or any(DEBUGGERS.search(frame.filename) for frame in stack),
             stack=tuple("".join(traceback.format_list(stack)).splitlines()[-LAST_LINES:]),
         )
 
 
 class IdleWatchdog(Watchdog):
-    """Watchdog of a script, which judges its progress by the work of its processes, and says what stands still.
-
-    Args:
-        limit: seconds in which a process and those that it has started compute for less than a sixtieth; 0: 300.
-    """
+    """Watchdog whose progress is a phase that ends, or CPU time of a twentieth of the limit, in any process."""
 
     _asks_all = True
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        size: int,
-        folder: Path,
-        phase: Callable[[], int] = lambda: FORWARD,
-        limit: float = 0.0,
-    ) -> None:
-        super().__init__(
-            rank=rank, size=size, folder=folder, token="", limit=limit or IDLE_SECONDS, phase=phase,
-            writing=lambda: False, end=lambda why, nodes: complain(f"grappe: {why}"),
-        )  # fmt: skip
+    def _progress(self) -> tuple[object, str]:
+        phase_began = Chronometer.newest.since if Chronometer.newest else 0.0
+        return (phase_began, int(cpu_seconds() * 20 / (self._limit or 1.0))), "step"
 
-    def _progress(self) -> tuple[int, str]:
-        return int(cpu_seconds() * 60 / (self._limit or 1.0)), "step"
+
+def watch_idle(
+    limit: float, process: ProcessRank, folder: Path, *, token: str = "", terminal: UserStream | None = None
+) -> None:
+    """Begins a watch that saves and ends this start when no process has computed for `limit` seconds.
+
+    A start that does not end within a minute is ended where it is; its last checkpoint is whole.
+
+    Args:
+        limit: 0: the watch says which process stands still, after IDLE_SECONDS, and ends nothing.
+        folder: of reports, shared by all processes of the start that `token` identifies.
+        terminal: the user's; None: standard error is.
+    """
+
+    def end(error: GrappeError) -> None:
+        if not limit:
+            complain(f"grappe: {error}")
+            return
+        fail(EXIT_INTERRUPTED)  # else the job's script puts the job back into the queue
+        complain(f"grappe: --idle: no process has computed for {limit:.0f} s: saving and ending", terminal)
+        if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopSignal):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(min(LEAST_SECONDS, 5 * limit))
+        why = str(error).partition(STACKS)[0]  # the folder goes with the start
+        ended = Idle(f"{why}\n--idle has ended it: the same run, started again, resumes from its last checkpoint")
+        ended.nodes = error.nodes
+        end_now(folder, process, ended)
+
+    IdleWatchdog(
+        rank=process.rank, size=process.size, folder=folder, token=token, limit=limit or IDLE_SECONDS, end=end,
+        phase=lambda: Chronometer.newest.phase if Chronometer.newest else FORWARD, writing=lambda: False,
+    ).start(-1)  # fmt: skip
 
 
 def cpu_seconds(process: str = "self") -> float:
-    """Sums up the CPU time of a process and of those that it has started; off Linux of this one alone."""
+    """Sums up the CPU time of a process and of those that it has started, ended too; off Linux of this one alone."""
     folder = Path("/proc") / process
     try:
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
         started = [(thread / "children").read_text().split() for thread in (folder / "task").iterdir()]
     except OSError:
         return time.process_time() if process == "self" else 0.0
-    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     return own + sum(cpu_seconds(number) for numbers in started for number in numbers)
 
 
@@ -281,7 +308,7 @@ def waits_in(phase: int, stack: traceback.StackSummary) -> bool:
 def sentence(reports: dict[int, Standstill], size: int, folder: Path, silent: float) -> str:
     """Names the process at fault and its activity in a sentence."""
     begin = f"the training has stood still for {silent:.0f} s: "
-    end = f"\nThe stacks of all processes: {folder}/stall-rank-*.txt"
+    end = f"{STACKS}{folder}/stall-rank-*.txt"
     silent_ones = [rank for rank in range(size) if rank not in reports]
     if silent_ones and reports:
         which = ", ".join(map(str, silent_ones))
@@ -327,4 +354,6 @@ def _waiting(report: Standstill) -> str:
 
 
 def _doing(report: Standstill) -> str:
+    if report.step < 0:
+        return "its program"
     return f"step {report.step + 1}" if report.phase == "step" else f"its {report.phase} after step {report.step}"

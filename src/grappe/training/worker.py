@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from grappe.launch.child import doubt, early_log, end_now, redirect
 from grappe.launch.imports import import_quietly, without_collection
 from grappe.launch.rank import ProcessRank
 from grappe.launch.signals import StopSignal
-from grappe.launch.terminal import user_stream
+from grappe.launch.terminal import UserStream, user_stream
 from grappe.launch.world import World, join
 from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer, waits_counted
@@ -52,7 +53,7 @@ from grappe.training.request import Request, Result, make_watchers
 from grappe.training.run import Run
 from grappe.training.start_run import Data, StartedRun, start_run
 from grappe.training.task_reference import TaskReference
-from grappe.training.watchdog import Watchdog
+from grappe.training.watchdog import Watchdog, watch_idle
 from grappe.training.watchers.base import ClockWatcher, Outcome, RunInfo, Watcher
 from grappe.training.watchers.curves import NoiseWatcher, SampleLog
 from grappe.training.watchers.meter import Meter, slow_node, used
@@ -82,7 +83,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
     plan, options = request.plan, request.options
     terminal = None if request.quiet else user_stream(process)
 
-    world = join(plan, process, rendezvous_folder)
+    world = _joined(request, process, rendezvous_folder, terminal)
     stop_signal = StopSignal(options.time_limit)
     stop_signal.install()  # not while this process waits for the others: there is nothing to save yet
     engine_class, (task, notes) = engines.check(plan), _imported(request.task)
@@ -221,7 +222,7 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
                 loading_cost=lambda timing: headspace(
                     timing, (batches, validation), world, tuned=batches.loads and batches.sources.tuned
                 ),
-                meter=BottleneckMeter(clock, world),
+                meter=BottleneckMeter(clock, world, meter.usage),
                 check=check,
                 first_use=library_memory,
             )
@@ -235,6 +236,13 @@ def _trained(request: Request, process: ProcessRank, rendezvous_folder: Path) ->
         world.barrier()
     world.leave()
     return Result(run=info.folder, status=outcome.status, step=outcome.step)
+
+
+def _joined(request: Request, process: ProcessRank, folder: Path, terminal: UserStream | None) -> World:
+    world = join(request.plan, process, folder)
+    if request.options.idle:
+        watch_idle(request.options.idle, process, folder, token=world.share(secrets.token_hex(8)), terminal=terminal)
+    return world
 
 
 def _imported(reference: TaskReference) -> tuple[Task, list[str]]:

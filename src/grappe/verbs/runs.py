@@ -51,7 +51,7 @@ def listing(base: Path, tag: str | None = None, *, everything: bool = False) -> 
         try:
             description = run.read_description()
         except RunError:
-            dated.append((0.0, (run.folder.name, "", UNREADABLE, *[""] * 6)))
+            dated.append((0.0, (run.folder.name, "", UNREADABLE, *[""] * 7)))
             continue
         tags = description.get("tags", [])
         if tag is not None and tag not in tags:
@@ -66,19 +66,29 @@ def listing(base: Path, tag: str | None = None, *, everything: bool = False) -> 
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) if began else ""
         took = "" if not seconds else span(seconds) if seconds >= 60 else f"{seconds:.0f} s"
         scores, name = shown_scores(evaluation), description.get("name", "")
-        dated.append((began, (run.folder.name, name, status, scores, step, when, took, plan, ", ".join(tags))))
+        use, tagged = utilisation(description), ", ".join(tags)
+        dated.append((began, (run.folder.name, name, status, scores, step, when, took, use, plan, tagged)))
     rows = [row for _, row in sorted(dated, key=lambda entry: entry[0])]
     for entry, job in waiting.items() if tag is None else ():
         tasks = [(file.parents[1] / DONE).exists() for file in entry.glob(f"*/logs/{JOBS}")]
         done = f"{sum(tasks)} of {len(tasks)}"
         rows.append(
-            (entry.name, "", f"array, job {job}: {done} finished" if tasks else f"submitted, job {job}", *[""] * 6)
+            (entry.name, "", f"array, job {job}: {done} finished" if tasks else f"submitted, job {job}", *[""] * 7)
         )
     if tag is not None and not rows:
         return f"no run in {base} has the tag {tag}"
     if older:
         complain(f"grappe: {older:,} older runs are left out: --all shows them")
-    return filled_table(("run", "name", "status", "validation", "step", "started", "time", "plan", "tags"), rows)
+    return filled_table(("run", "name", "status", "validation", "step", "started", "time", "use", "plan", "tags"), rows)
+
+
+def utilisation(description: Mapping[str, Any]) -> str:
+    """Formats a run's mean use of its GPUs, "87%", or of its nodes' cores, "1.8/2 cores"; "": unknown."""
+    used = entries(description.get("used"))
+    if number(used.get("gpu_hours")):
+        return f"{number(used.get('gpu')):.0%}" if "gpu" in used else ""
+    cpu, core, seconds = (number(used.get(name)) for name in ("cpu_hours", "core_hours", "seconds"))
+    return f"{cpu * 3600 / seconds:.1f}/{core * 3600 / seconds:.0f} cores" if seconds else ""
 
 
 def written_at(run: Run) -> float:
@@ -127,6 +137,7 @@ def facts(base: Path, folder: Path | None = None, tag: str | None = None) -> lis
                     "folder": str(run.folder),
                     "status": run.read_status(description),
                     "evaluation": run.last_record("evaluation"),
+                    "utilisation": utilisation(description),
                     "checkpoints": [checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)],
                 }
             )

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from grappe.profiling.chronometer import timing
+from grappe.launch.rank import ProcessRank
+from grappe.launch.world import World
+from grappe.profiling import energy
+from grappe.profiling.chronometer import Chronometer, timing
 from grappe.profiling.phases import BACKWARD, COMMUNICATION, FORWARD, IN_A_STEP, PHASES
 from grappe.training.run import Run
-from grappe.training.watchers.meter import Usage, slow_node, used
+from grappe.training.watchers.meter import Meter, Usage, slow_node, used
 from tests.training.test_training import train
 
 ONE = Usage(
@@ -48,6 +52,41 @@ def test_hours_are_those_of_all_that_was_lent() -> None:
     assert again["core_hours"] == pytest.approx(16)
     assert again["joules"] == {"processors": 200.0, "gpu": 170.0}
     assert again["samples"] == 100
+
+
+def test_the_use_of_gpus_is_their_mean_by_hours() -> None:
+    first = used([dataclasses.replace(ONE, gpu=0.5), dataclasses.replace(ONE, gpu=0.7)], {})
+    assert first["gpu"] == pytest.approx(0.6)
+    again = used([dataclasses.replace(ONE, gpu=0.9)], first)  # two hours before, one now
+    assert again["gpu"] == pytest.approx(0.7)
+    assert "gpu" not in used([ONE], {}), "the GPU does not tell"
+
+
+class MockGpu:
+    """Stands in for an NVIDIA GPU, which this machine has none of: half of the time a kernel runs."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def joules(self) -> float:
+        return 0.0
+
+    def utilisation(self) -> float:
+        self.asked += 1
+        return float(self.asked % 2)
+
+
+def test_the_meter_of_each_process_asks_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(energy, "gpu_counters", lambda index: energy.EnergyCounters(counters=(MockGpu(),)))  # type: ignore[arg-type]
+    process = ProcessRank(rank=1, size=2, local_rank=1, local_size=2)
+    world = World(process=process, device=torch.device("cpu"))
+    device = dataclasses.replace(world, device=torch.device("cuda", 0))
+    meter = Meter(device, Chronometer(world.device, 0.0), per_device=1, began=0.0, baseline=0)
+    monkeypatch.setattr(meter, "_world", world)  # whose memory can be read here
+    assert meter.usage().gpu is None
+    for _ in range(4):
+        meter.sample()
+    assert meter.usage().gpu == 0.5
 
 
 def worked(rank: int, host: str, forward: float, steps: int = 200) -> Usage:

@@ -14,6 +14,7 @@ from grappe.cli.application import PlanText, RunsFolder, app, preflight
 from grappe.cli.exit import show_facts, show_json
 from grappe.cli.measuring import end_progress
 from grappe.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
+from grappe.fields import DurationOrNone
 from grappe.launch import files
 from grappe.launch.files import RUNS
 from grappe.launch.terminal import complain, progress, say
@@ -31,6 +32,7 @@ def launch(
     run: Path | None = None,
     runs: RunsFolder = RUNS,
     save_every: int | None = None,
+    idle: DurationOrNone = 0.0,
 ) -> int:
     """Run a training script, as it is, on the processes of a plan.
 
@@ -49,14 +51,15 @@ def launch(
         arguments: The script's own arguments.
         run: The run's folder, of a script for one process; if there is a run, it is resumed.
         save_every: Steps between checkpoints of the script's state. Default: a minute.
+        idle: Save and end, with exit code 75, when no process has computed anything for this time: 30m. Default: none.
     """
     preflight([plan], later=True)
     from grappe.contrib.script.launch import launch as verb
     from grappe.launch.start import interrupted
 
-    code = verb(script, arguments, plan, run=run, base=runs, save_every=save_every)
+    code = verb(script, arguments, plan, run=run, base=runs, save_every=save_every, idle=idle)
     typed = {text.partition("=")[0] for text in arguments}
-    for option in ("--plan", "--run", "--runs", "--save-every"):
+    for option in ("--plan", "--run", "--runs", "--save-every", "--idle"):
         if code == EXIT_USAGE and option in typed and option not in files.read_text(script):  # as argparse ends
             complain(f"grappe: {option} after the script was the script's own option: write grappe's before the script")
     return interrupted() if code == EXIT_INTERRUPTED else code

@@ -89,6 +89,8 @@ class ScriptRequest:
     """Steps after which it ends, as a measurement does, which leaves no file; None: it ends by itself."""
     save_every: int | None = None
     """Steps between checkpoints; None: a minute."""
+    idle: float = 0.0
+    """Seconds without any work after which the processes save and end; 0: never."""
     catches: bool = False
     """Whether the script does something of its own on Ctrl-C."""
 
@@ -101,6 +103,7 @@ def launch(
     run: Path | None = None,
     base: Path = RUNS,
     save_every: int | None = None,
+    idle: float = 0.0,
 ) -> int:
     """Runs a script on the processes of a plan, and waits for them; process 0 has the terminal.
 
@@ -111,6 +114,7 @@ def launch(
         run: the folder of the run that a script for one process becomes, once it trains; a run in it is resumed.
             None: a new one under `base`.
         save_every: steps between checkpoints; None: a minute.
+        idle: seconds in which no process computes, after which they save and end; 0: never.
 
     Returns:
         The script's exit code: 75 if it was interrupted and saved.
@@ -134,6 +138,7 @@ def launch(
         plan=str(chosen),
         rendezvous={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         seed=secrets.randbits(31),
+        idle=idle,
         is_loop=LOOP in imported,
         # Lightning then neither requeues the job nor replaces signal handlers.
         variables={} if imported.isdisjoint(LIGHTNING) else {"SLURM_JOB_NAME": "interactive"},
@@ -168,6 +173,7 @@ def launch(
     if not spread_by and code == EXIT_INTERRUPTED and rank_from_environment() is None:
         options = [*(["--plan", str(chosen)] if str(chosen) else []), "--run", str(run)]
         options += [] if save_every is None else ["--save-every", str(save_every)]
+        options += ["--idle", f"{idle:g}"] if idle else []
         complain(f"grappe: resume: {shlex.join(['grappe', 'launch', *options, str(script), *arguments])}")
     return code
 
@@ -351,6 +357,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
     On other processes than the first a failure is raised.
     """
     from grappe.training.own_loop_world import PLAN, as_a_program, leave
+    from grappe.training.watchdog import watch_idle
 
     os.environ.update({PLAN: request.plan, **request.variables})
     is_local = process.launcher == "grappe"
@@ -358,6 +365,7 @@ def run_script(request: ScriptRequest, process: ProcessRank, rendezvous_folder: 
         os.environ.update(_launchers_variables(process), **request.rendezvous)
     code = EXIT_FAILURE
     with _own_folder(request, process, rendezvous_folder) as folder, as_a_program(process, folder):
+        watch_idle(request.idle, process, folder)
         try:
             with contextlib.suppress(KeyboardInterrupt):
                 code = INTERRUPTED

@@ -7,7 +7,6 @@ the first optimizer steps. Every process runs the same script, so all agree on t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import io
 import shlex
@@ -37,7 +36,6 @@ from grappe.launch.signals import handled
 from grappe.launch.terminal import complain
 from grappe.launch.world import World
 from grappe.plan import Plan, as_plan
-from grappe.profiling import memory
 from grappe.profiling.chronometer import waits_counted
 from grappe.profiling.phases import CHECKPOINT, DATA, EVALUATION, FORWARD
 from grappe.rows.tensor import full
@@ -51,9 +49,7 @@ from grappe.training.random_state import as_tensor, from_tensor, random_state, s
 from grappe.training.rows_step import SpreadSteps, rows_context
 from grappe.training.run import Run
 from grappe.training.task_reference import SCRIPT
-from grappe.training.watchdog import IdleWatchdog
 from grappe.training.watchers.base import Record
-from grappe.training.watchers.meter import Meter, used
 
 T = TypeVar("T")
 MOST_READ = 1 << 26  # bytes of what a script has read, which each checkpoint holds
@@ -100,21 +96,14 @@ class RecordedSteps(StepHandler):
     Args:
         steps: spread the script over the processes.
         unsaved: why there are no checkpoints; "" if there are.
-        reports: a folder of all processes, in which they say where they stand still.
     """
 
-    def __init__(
-        self, request: ScriptRequest, plan: Plan, world: World, steps: SpreadSteps, unsaved: str, reports: Path
-    ) -> None:
+    def __init__(self, request: ScriptRequest, plan: Plan, world: World, steps: SpreadSteps, unsaved: str) -> None:
         began = time.perf_counter()
         self._request, self._plan, self._world, self._spread = request, plan, world, steps
         self.inner = steps
-        self._log = StepLog(world, began, steps)
+        self._log = StepLog(plan, world, began, steps)
         self.chronometer = self._log.chronometer
-        self._meter = Meter(
-            world, self.chronometer, per_device=plan.per_device, began=began, baseline=memory.resident(),
-            loading=lambda: None,
-        )  # fmt: skip
         self.step = 0
         self._main = MainThread()
         self._folder: ScriptFolder | None = None
@@ -138,10 +127,6 @@ class RecordedSteps(StepHandler):
         self._unsaved = unsaved
         """Why there are no checkpoints."""
         self._said = self._closed = False
-        self._watchdog = IdleWatchdog(
-            rank=world.rank, size=world.size, folder=reports, phase=lambda: self.chronometer.phase
-        )
-        self._watchdog.start(0)
         if request.run is not None and world.share(Run.is_run(request.run)):  # a network's file system may be late
             self._open()
 
@@ -149,7 +134,7 @@ class RecordedSteps(StepHandler):
         """Begins or takes over the run. Collective."""
         request = self._request
         self._folder = self._log.folder = ScriptFolder(request, self._plan, self._world)
-        self._meter.started(self._folder.info)
+        self._log.meter.started(self._folder.info)
         self._log.stop.install([each for each in handled() if each != signal.SIGINT or not request.catches])
         if request.steps is not None:
             self._unwritten.enter_context(writing_nothing())
@@ -272,7 +257,7 @@ class RecordedSteps(StepHandler):
 
     def _end_step(self, made: Iteration | None) -> None:
         """Ends a step: its record, its checkpoint; ends the script after a signal. Collective."""
-        self.step = self._watchdog.step = self.step + 1
+        self.step += 1
         self._stepped = False
         seconds = self.chronometer.end_step()
         self.chronometer.switch(FORWARD)
@@ -287,7 +272,6 @@ class RecordedSteps(StepHandler):
         record = Record(*place, 0.0, self._lr, seconds, norm=None, skipped=False, flag=0.0)
         is_due = self._world.rank == 0 and time.monotonic() - self._saved_at > SAVE_SECONDS
         stop, due = self._log.end_step(record, is_due) or (False, False)
-        self._meter.stepped(record)
         if self._request.steps is not None:
             if self.step < self._request.steps:
                 return
@@ -464,18 +448,11 @@ class RecordedSteps(StepHandler):
             self._end_step(None)
         self._closed = True
         self._unwritten.close()
-        self._watchdog.stop()
         self._leave_replay()
         self.chronometer.finish()
         if error is None:
-            self._log.flush()
-            self._log.say_bottleneck()
-            usages = self._world.gather(dataclasses.replace(self._meter.usage(), timing=self.chronometer.timing()))
-            if self._folder is not None and self._world.rank == 0:
-                run = Run(self._folder.path)
-                before = run.read_description().get("used", {})
-                run.describe(costs=[dataclasses.asdict(each) for each in usages], used=used(usages, before))
-        self._meter.ended(None)
+            self._log.close()
+        self._log.meter.ended(None)
         if self._folder is not None:
             self._folder.close(self.step, error, interrupted=interrupted)
 
@@ -496,7 +473,7 @@ def run_recorded(request: ScriptRequest, process: ProcessRank, rendezvous_folder
     request = world.share(request)  # a launcher's processes have drawn a seed and a run's name each
     keys = PlanKeys(plan, world)
     spread = SpreadSteps(world, keys, rows_context(world, request.script.parent))
-    steps = RecordedSteps(request, plan, world, spread, keys.unsaved, rendezvous_folder)
+    steps = RecordedSteps(request, plan, world, spread, keys.unsaved)
     seed_all(request.seed)
     with (
         hidden_rank(),

@@ -18,7 +18,7 @@ from grappe.plan import Plan
 from grappe.sites import sbatch
 from grappe.sites.layout import Layout, charge
 from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions, merged
-from grappe.sites.schema import GPUS, MODULE, Site
+from grappe.sites.schema import GPUS, MODULE, WARNS, Site
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 ACCOUNT = re.compile(r"[\w.@+-]{1,64}", re.ASCII)
@@ -243,6 +243,8 @@ def _environment(script: Script) -> list[str]:
     if modules := script.modules if made else script.job.modules:
         lines.append(f"module purge\nmodule load {' '.join(modules)}")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in site.job.variables.items()]
+    if site.job.warn_below is not None:
+        lines.append(f"export {WARNS}={shlex.quote(f'{site.job.warn_below} {site.name}')}")
     if site.job.internet is False:
         lines.append("export WANDB_MODE=offline HF_HUB_OFFLINE=1 # compute nodes have no internet here")
     if script.plan.compile and not kind.endswith(IMAGES):  # an image sees only the run's folder

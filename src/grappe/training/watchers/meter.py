@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from grappe.profiling.chronometer import Chronometer, StepTimes
 from grappe.step.scores import Scores
 from grappe.training.reporting import device_name
 from grappe.training.run import USAGE
+from grappe.training.watchdog import cpu_seconds
 from grappe.training.watchers.base import Outcome, Record, RunInfo, Watcher
 from grappe.words import host_name
 
@@ -38,7 +38,7 @@ class Usage:
     seconds: float
     """Wall time."""
     cpu_seconds: float
-    """Seconds of all cores, ended data workers included."""
+    """Seconds of all cores, data workers included."""
     cores: int
     """Usable cores of the node; 0 for a process that is not its node's first, so that the numbers can be summed."""
     threads: int
@@ -67,6 +67,8 @@ class Usage:
     step: int
     samples: int
     """Number of samples of this start, over the whole world."""
+    gpu: float | None = None
+    """Mean share of the time in which the GPU ran a kernel, 0 to 1; None: a CPU, another process's, or unknown."""
 
     @property
     def busy(self) -> Mapping[str, float]:
@@ -93,7 +95,7 @@ class Meter(Watcher):
         per_device: int,
         began: float,
         baseline: int,
-        loading: Callable[[], Loading | None],
+        loading: Callable[[], Loading | None] = lambda: None,
     ) -> None:
         self._world, self._chronometer, self._began, self._loading = world, chronometer, began, loading
         self._baseline = baseline
@@ -104,8 +106,10 @@ class Meter(Watcher):
         self._processors = energy.processor_counters() if self._first_of_node else nothing
         self._gpu = energy.gpu_counters(world.device.index or 0) if self._first_on_gpu else nothing
         self._since = 0.0
+        self._busy, self._asked = 0.0, 0
         self._file: BinaryIO | None = None
-        self._cpu, self._wall = 0.0, began
+        self._earlier = max(0.0, cpu_seconds() - (time.perf_counter() - began))  # before `began`, such as imports
+        self._cpu, self._wall = self._earlier, began
         self._joules: dict[str, float | None] = {}
         self._peak_watts: dict[str, float] = {}
         self._step = self._samples = self._first_sample = 0
@@ -140,7 +144,7 @@ class Meter(Watcher):
     def sample(self) -> None:
         """Writes the use since the last call."""
         before = dict(self._joules)
-        cpu, wall = _cpu_seconds(), time.perf_counter()
+        cpu, wall = cpu_seconds(), time.perf_counter()
         spent, passed = cpu - self._cpu, wall - self._wall
         self._cpu, self._wall = cpu, wall
         self._read_joules()
@@ -153,6 +157,9 @@ class Meter(Watcher):
                 watts[name] = round((joules - earlier) / passed, 2)
         if passed >= LEAST_SECONDS:
             self._peak_watts = {name: max(value, self._peak_watts.get(name, 0.0)) for name, value in watts.items()}
+        used = self._gpu.counters[0].utilisation() if self._gpu.counters else None  # type: ignore[attr-defined]
+        if used is not None:
+            self._busy, self._asked = self._busy + used, self._asked + 1
         if self._file is None:
             return
         steps, phases = self._chronometer.window()
@@ -167,7 +174,6 @@ class Meter(Watcher):
         }
         if watts:
             line["watts"] = watts
-        used = self._gpu.counters[0].utilisation() if self._gpu.counters else None  # type: ignore[attr-defined]
         if used is not None:
             line["gpu"] = round(used, 3)
         try:
@@ -183,7 +189,7 @@ class Meter(Watcher):
             host=host_name(),
             device=device_name(self._world.device),
             seconds=time.perf_counter() - self._began,
-            cpu_seconds=_cpu_seconds(),
+            cpu_seconds=cpu_seconds() - self._earlier,
             cores=cores() if self._first_of_node else 0,
             threads=self._world.threads,
             workers=None if loading is None else loading.workers,
@@ -203,6 +209,7 @@ class Meter(Watcher):
             timing=self._timing,
             step=self._step,
             samples=self._samples - self._first_sample,
+            gpu=self._busy / self._asked if self._asked else None,
         )
 
     def _read_joules(self) -> None:
@@ -210,11 +217,6 @@ class Meter(Watcher):
             self._joules["processors"] = energy.total(self._processors.counters)
         if self._first_on_gpu:
             self._joules["gpu"] = energy.total(self._gpu.counters)
-
-
-def _cpu_seconds() -> float:
-    own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
 
 
 def slow_node(usages: Sequence[Usage]) -> dict[str, str]:
@@ -239,7 +241,7 @@ def slow_node(usages: Sequence[Usage]) -> dict[str, str]:
 def used(usages: list[Usage], before: Mapping[str, Any]) -> dict[str, Any]:
     """Sums a run's use over all its starts, from this start's processes and the earlier sum.
 
-    Core-hours count all allocated cores, GPU-hours all GPUs, busy or not.
+    Core-hours count all allocated cores, GPU-hours all GPUs, busy or not; `gpu` is the GPUs' mean use, if it is known.
     """
     hours = max(usage.seconds for usage in usages) / 3600
     now: dict[str, Any] = {
@@ -262,4 +264,8 @@ def used(usages: list[Usage], before: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in usage.watts.items():
             watts[name] = max(value, watts.get(name, 0.0))
     reasons = {name: reason for usage in usages for name, reason in usage.why.items()}
+    shares = [usage.gpu for usage in usages if usage.gpu is not None]
+    if shares:
+        mean, earlier = statistics.mean(shares), float(before.get("gpu_hours") or 0)
+        sums["gpu"] = mean + (float(before.get("gpu", mean)) - mean) * earlier / sums["gpu_hours"]
     return {**sums, "joules": joules, "watts": watts, "why": reasons}

@@ -24,6 +24,7 @@ run=/scratch/me/runs/digits-1
 # Passes signals on to the processes, puts the job back into the queue: grappe submit writes the file.
 source "$run/logs/job.sh" || exit 1
 
+export GRAPPE_WARNS='0.2 kempner-h100'
 python=/home/me/.venv/bin/python
 
 step srun --kill-on-bad-exit=1 --wait=60 "$python" -m grappe doctor digits epochs=3 --job --plan '' --runs "$run"
