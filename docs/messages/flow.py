@@ -43,7 +43,7 @@ REASONS = {
     "reasons",
     "refused",
 }
-REASONS |= {"_unsaved", "chosen", "remarks", "unchecked", "time_note", "unsaved", "whose", "why", "wrong_rule"}
+REASONS |= {"_unsaved", "chosen", "remarks", "unchecked", "time_note", "unsaved", "whose", "why"}
 """Attributes that hold a part of a message, wherever they are set."""
 RESULTS = ("cli/application.py", "contrib/slurm/script")
 """Files that make the help, and scripts: of these, only what is raised counts."""

@@ -1,20 +1,42 @@
-"""Runs the references and trials that a verdict needs; compares their differences with those of rounding alone."""
+"""Runs the references and trials that a verdict needs; compares their differences with those of rounding alone.
+
+A trial trains a few steps of an instrumented task under a plan, through the engine interface.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
+
+from grappe.data.batch import Batch, rows_of_slices
+from grappe.data.loader import training_loader
+from grappe.engines.base import Engine
+from grappe.launch.world import World
 from grappe.plan import Plan
+from grappe.step.loss import StepResult
 from grappe.training.short_run import StartProcesses, TaskProcess, short_run
 from grappe.training.task_reference import TaskReference
-from grappe.verbs.verify import trained_by_hand, trained_by_plan
-from grappe.verbs.verify.instrument import Instrumentation
-from grappe.verbs.verify.trained_by_hand import LOSS, NORM, Reference, ReferenceRequest, TrialStep, relative
+from grappe.verbs.verify import trained_by_hand
+from grappe.verbs.verify.instrument import Instrumentation, SampleRecorder, instrumented
+from grappe.verbs.verify.random_ops import RandomOps
+from grappe.verbs.verify.trained_by_hand import (
+    LOSS,
+    NORM,
+    Reference,
+    ReferenceRequest,
+    TrialStep,
+    gap,
+    relative,
+)
 from grappe.words import plan_name
 
 BOUND = 0.02
@@ -105,14 +127,11 @@ class TrialRunner:
         closer = self._reference(request, "one plain process, with parameters moved by their last bit")
         return compare(reference, steps, tolerance=closer, without=without)
 
-    def trial(
-        self, plan: Plan, instrumentation: Instrumentation, reference: Reference, *, whole_too: bool = False
-    ) -> tuple[TrialStep, ...]:
-        """Runs the plan's steps and compares them with a reference's, and functions of parts with those of wholes."""
-        beside = ", each operator beside the whole's" if whole_too else ""
-        self.note(f"{_titled(plan_name(plan), instrumentation)}{beside}")
-        arguments = (instrumentation, self.steps, reference.folder, bool(reference.draws), whole_too)
-        return self._run(functools.partial(trained_by_plan.trial, *arguments), plan)
+    def trial(self, plan: Plan, instrumentation: Instrumentation, reference: Reference) -> tuple[TrialStep, ...]:
+        """Runs the plan's steps and compares them with a reference's."""
+        self.note(_titled(plan_name(plan), instrumentation))
+        arguments = (instrumentation, self.steps, reference.folder, bool(reference.draws))
+        return self._run(functools.partial(trained_under_plan, *arguments), plan)
 
     def samples(self, plan: Plan, instrumentation: Instrumentation) -> tuple[Any, ...]:
         """Returns a trial's samples, each loaded once."""
@@ -224,4 +243,94 @@ def compare(
         excess=max(row["excess"] for row in rows),
         drifting=drifting,
         steps=tuple(rows),
+    )
+
+
+def trained_under_plan(
+    instrumentation: Instrumentation, steps: int, reference: Path, draws: bool, process: TaskProcess
+) -> tuple[TrialStep, ...]:
+    """Runs one process of a trial; process 0 returns the steps of all. Collective.
+
+    Args:
+        reference: the folder of the reference's weights after each step.
+        draws: whether the model draws random numbers, which are then recorded.
+    """
+    plan, world, off = process.plan, process.world, instrumentation.without_randomness
+    samples, records = SampleRecorder(), list[TrialStep]()
+    task = instrumented(process.task, instrumentation, samples)
+    loader = training_loader(task, task.data("train", process.data), plan, world)
+    total = max(steps, task.epochs * loader.order.steps_per_epoch)
+    recording = off or (draws and not plan.compile)
+    random_ops = RandomOps(off=off)
+
+    batches = loader.batches(0, steps)
+
+    def loaded() -> Batch | None:
+        """Loads a batch, without recording the random numbers of loading and augmentation."""
+        with random_ops.paused():
+            return next(batches, None)
+
+    def after(result: StepResult) -> bool:
+        """Records a step. Collective, as exporting is."""
+        batch = result.batch
+        if task.whole_batch_loss:  # which may get the samples of all slices
+            ids = samples.take([batch.samples])
+            ids = [ids[row] for row in rows_of_slices(plan, batch.samples)[world.data_rank] if ids]
+        else:
+            ids = samples.take([micro.rows for micro in batch.microbatches])
+        loss = result.sums.read()[0] / float(batch.count)
+        file = reference / f"step-{len(records):03d}.safetensors"
+        gaps, bits = _compared(engine, None if world.rank else file, loss)
+        records.append(
+            TrialStep(
+                epoch=batch.epoch,
+                total=total,
+                slices=(tuple(ids),),
+                count=float(batch.count),
+                loss=loss,
+                norm=None if result.norm is None else float(result.norm),
+                gaps=gaps,
+                draws=(random_ops.take(),),
+                bits=bits,
+            )
+        )
+        return False
+
+    with process.engine(task, loader, total) as engine, random_ops if recording else contextlib.nullcontext():
+        engine.train(iter(loaded, None), after)
+    return _of_all_slices(world, records)
+
+
+@torch.no_grad()
+def _compared(engine: Engine, file: Path | None, loss: float) -> tuple[dict[str, float], str]:
+    """Computes the weights' gaps from a file's weights, and a hash of weights and loss. Collective, as exporting is."""
+    gaps: dict[str, float] = {}
+    bits = hashlib.sha256(repr(loss).encode())
+    if file is None or not file.exists():
+        for _ in engine.train_state.export():
+            pass
+        return {}, ""
+    with safe_open(file, framework="pt") as reference:
+        for name, exported in engine.train_state.export():
+            tensor = exported.detach().cpu()
+            gaps[name] = gap(reference.get_tensor(name), tensor)
+            bits.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return gaps, bits.hexdigest()
+
+
+def _of_all_slices(world: World, own: Sequence[TrialStep]) -> tuple[TrialStep, ...]:
+    """Returns this process's steps with the samples and draws of all data slices. Collective."""
+    # Only a pipeline's last stage calls the loss, among the processes that share a slice.
+    recorded = sum(len(step.slices[0]) for step in own)
+    slices: dict[int, Sequence[TrialStep]] = {}
+    gathered = world.gather((world.data_rank, -recorded, world.rank, own))
+    for data_rank, _, _, steps in sorted(gathered, key=lambda each: each[:3]):
+        slices.setdefault(data_rank, steps)
+    return tuple(
+        dataclasses.replace(
+            own[number],
+            slices=tuple(steps[number].slices[0] for steps in slices.values()),
+            draws=tuple(steps[number].draws[0] for steps in slices.values()),
+        )
+        for number in range(len(own))
     )

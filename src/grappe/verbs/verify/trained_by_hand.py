@@ -522,8 +522,6 @@ class TrialStep:
     """Hash of the model's draws, by data slice; "" if there were few or none."""
     bits: str
     """A hash of all weights and buffers after the step, and of the loss."""
-    wrong_rule: str = ""
-    """First function, with its line, whose result on split tensors differs from that on whole ones; "" if none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -457,16 +457,6 @@ def ablations(runner: TrialRunner, plan: Plan, instrumentation: Instrumentation,
         other = dataclasses.replace(plan, **{key: defaults[key]})
         if engines.supported(other):
             ablate(f"{key}: with {key}={defaults[key]}", other=other)
-    if plan.domain > 1:
-        exact = dataclasses.replace(plan, precision="fp32")
-        steps = runner.trial(exact, instrumentation, reference, whole_too=True)
-        wrong = next((step.wrong_rule for step in steps if step.wrong_rule), "")
-        ratio = (steps[0].norm or 0.0) / (reference.steps[0].norm or 1.0)
-        causes.append(
-            wrong
-            or f"no operator: each has the whole's results and gradients; step 1's gradient is {ratio:.4g} times one "
-            "process's"
-        )
     return causes
 
 
