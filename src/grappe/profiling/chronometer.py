@@ -16,6 +16,7 @@ from grappe.profiling.phases import (
     BACKWARD,
     CHECKPOINT,
     COMMUNICATION,
+    DATA,
     EVALUATION,
     IN_A_STEP,
     KEPT,
@@ -80,7 +81,7 @@ def timing(clock: str, rows: Any, totals: Sequence[float]) -> StepTimes:
 
 
 class Chronometer:
-    """A clock that is always in one phase; `switch` costs a tenth of a microsecond.
+    """A clock that is always in one phase; `switch` costs a tenth of a microsecond, to and from DATA a whole one.
 
     The code that begins a phase announces it: the training loop before and after it requests a batch, the engine
     when backward and update begin, `communication.waits_counted` around each wait for other processes. Communication
@@ -111,6 +112,9 @@ class Chronometer:
         """The engine's optimizer; watchers hook it to see gradients as they are used."""
         self.parameters: list[tuple[str, Any]] = []
         """This process's trained parameters, by name."""
+        self.loading = 0.0
+        """CPU seconds of the process while its steps wait for data."""
+        self._loads: float | None = None
         self.held: dict[str, int] = {}
         """Bytes of parameters, gradients and optimizer state, as of the second update."""
 
@@ -142,6 +146,9 @@ class Chronometer:
         self._row[self._phase] += now - self._at
         self._at = now
         self._phase = phase
+        if self._loads is not None:
+            self.loading += time.process_time() - self._loads
+        self._loads = time.process_time() if phase == DATA and self._around is None else None
         if self._record is not None:
             self._record(phase)
 

@@ -256,7 +256,7 @@ class Training:
 
     def _bottleneck(self, waits: Headspace) -> str:
         """Says what holds the training back most; "" if nothing stands out. Collective."""
-        largest = self.meter.largest(lambda _: (waits.share if waits.advice else 0.0, waits.advice))
+        largest = self.meter.largest(waits.workers, waits.advice, waits.share if waits.advice else 0.0)
         return "" if largest is None else largest.sentence
 
     def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -288,7 +288,8 @@ class Training:
             self.stop_signal.check_time()
         self._read_previous_step()
         if self.average.kept and not result.skipped:
-            self.average.update()
+            with self.clock.during(phases.UPDATE):
+                self.average.update()
         batch, norm = result.batch, result.norm
         count = None if batch.count.__class__ is float else HostCopy(batch.count)  # type: ignore[arg-type]
         self.step = self.watchdog.step = step = batch.step + 1

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from grappe.checkpoint.format import Checkpoint, Retention
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import Saver
-from grappe.data.loading import workers_needed
 from grappe.errors import RunError
 from grappe.errors.user_line import is_users_file
 from grappe.launch import files
@@ -31,10 +30,10 @@ from grappe.launch.terminal import complain, say
 from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.phases import BACKWARD, DATA, FORWARD, PHASES, UPDATE
+from grappe.profiling.phases import BACKWARD, FORWARD, UPDATE
 from grappe.rows.tensor import own_term
 from grappe.step.scores import Scores
-from grappe.training.bottleneck import BottleneckMeter, RankTimes
+from grappe.training.bottleneck import BottleneckMeter
 from grappe.training.rows_step import SpreadSteps
 from grappe.training.run import DONE, Run, restarted, start_facts, taken
 from grappe.training.watchers.base import Record, RunInfo, Watcher
@@ -187,6 +186,8 @@ class StepLog:
         """Lines of backwards since an optimizer has stepped: their losses add up."""
         self._running: tuple[Record, Tensor, Tensor | None, Sequence[dist.Work]] | None = None
         self._meter = BottleneckMeter(self.chronometer, world)
+        self.workers: int | None = 0
+        """Number of data workers that the loop has; None: its samples are in memory."""
 
     def backward(self, loss: Tensor, run: Callable[[float], None]) -> None:
         """Runs a backward, and notes its time and this process's term of its loss."""
@@ -237,7 +238,7 @@ class StepLog:
 
     def say_bottleneck(self) -> None:
         """Says what holds the loop back most, and writes it to the run; nothing if nothing stands out. Collective."""
-        largest = self._meter.largest(_waits)
+        largest = self._meter.largest(self.workers)
         if largest is None or self._world.rank:
             return
         say(largest.sentence, sys.stderr)
@@ -255,8 +256,3 @@ class StepLog:
         if self.folder is not None:
             self.folder.stepped(record, [] if losses is None else losses.tolist())
         return sums.tolist()
-
-
-def _waits(times: Sequence[RankTimes]) -> tuple[float, str]:
-    share = max(each.share(PHASES[DATA]) for each in times)
-    return share, f"load with {workers_needed(share, 0)} workers or more, or make a sample cheaper"
