@@ -78,8 +78,8 @@ def cases() -> list[Case]:
     add("input", "task", {"work": 0.002, "steps": 80, "threads": 1, "workers": 1})
     add("evaluation", every, {"evaluate_every": 5, "validation": 256, "steps": 250})
     add("evaluation", every, {"evaluate_every": 20, "validation": 2048, "steps": 200})
-    add("saving", every, {"save_every": 1, "width": 512, "steps": 100})
-    add("saving", every, {"save_every": 2, "width": 1024, "steps": 60})
+    add("saving", every, {"save_every": 1, "width": 512, "steps": 40})
+    add("saving", every, {"save_every": 2, "width": 1024, "steps": 30})
     for sending, steps in ((0.01, 150), (0.03, 80), (0.1, 30)):
         add("communication", "task", {"sending": sending, "steps": steps}, plan="replicate=2")
     add(
