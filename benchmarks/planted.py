@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import grappe
 from grappe import Arrays, Task
+from grappe.tasks import digits, pysource
 from grappe.training import bottleneck, headspace
 
 SECONDS = 1.0
@@ -206,6 +207,17 @@ class Rows(Dataset):
         return self._row, index % CLASSES
 
 
+class Digits(digits.Digits):
+    """The shipped task, in a module that shortens the meter's least time in each process."""
+
+
+class PySource(pysource.PySource):
+    """The shipped task, likewise."""
+
+
+SHIPPED: dict[str, type[Task]] = {"digits": Digits, "pysource": PySource}
+
+
 def as_task(task: Planted, plan: str, folder: Path) -> None:
     """Trains it as a task."""
     words = [plan] if plan else []
@@ -289,6 +301,11 @@ def main() -> None:
     """Runs what the environment's GRAPPE_KNOBS asks for, in this process."""
     knobs = json.loads(os.environ[KNOBS])
     way, plan, folder = knobs.pop("way"), knobs.pop("plan"), Path(knobs.pop("folder"))
+    if "shipped" in knobs:
+        steps = int(knobs.pop("steps"))
+        options = grappe.Options(steps=steps, no_check=True)
+        grappe.train(SHIPPED[knobs.pop("shipped")], plan, folder, options=options, fields=knobs)
+        return
     task = Planted(**knobs)
     if way == "traced":
         import traceml_ai as traceml  # its venv has it

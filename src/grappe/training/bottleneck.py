@@ -222,11 +222,11 @@ def _larger_batch(times: Sequence[RankTimes]) -> Bottleneck | None:
 def _threads(times: Sequence[RankTimes]) -> Bottleneck | None:
     """Fewer threads than cores, in processes whose threads all compute."""
     few = min(times, key=lambda each: each.threads / each.own_cores)
-    free = math.floor(few.own_cores - few.workers / few.total + 0.1)
-    if few.processor - few.loading < BUSY * few.computing * few.threads or few.computing < THREADED * few.steps:
+    free, busy = math.floor(few.own_cores - few.workers / few.total + 0.1), few.processor - few.loading + few.delayed
+    if busy < BUSY * few.computing * few.threads or few.computing < THREADED * few.steps:
         return None
-    says = f"{few.threads} of {few.own_cores} cores compute: threads={free}"
-    return Bottleneck("threads", few.computing / few.total * (1 - few.threads / max(1, free)), says, "", "at most ")
+    saved, says = 1 - few.threads / max(1, free), f"{few.threads} of {few.own_cores} cores compute: threads={free}"
+    return Bottleneck("threads", few.computing / few.total * saved, says, "", "at most ")
 
 
 def _binding(times: Sequence[RankTimes]) -> Bottleneck | None:
