@@ -188,7 +188,7 @@ def _input(times: Sequence[RankTimes], now: int | None, advice: str, share: floa
 
 def _too_often(times: Sequence[RankTimes]) -> list[Bottleneck]:
     """Evaluations, saves and watchers."""
-    evaluating, saving, watching = (statistics.mean(each.share(phase) for each in times) for phase in PAUSES)
+    evaluating, saving, watching = (max(each.share(phase) for each in times) for phase in PAUSES)
     return [
         Bottleneck("evaluation", evaluating / 2, f"evaluating took {evaluating:.0%} of the time: half as often"),
         Bottleneck("saving", saving * 0.9, f"saving took {saving:.0%} of the time: ten times less often"),
@@ -236,8 +236,8 @@ def _binding(times: Sequence[RankTimes]) -> Bottleneck | None:
         cores, count = len(frozenset[int]().union(*(each.cores for each in bound))), len(bound)
         if 0 < cores < count:
             says = f"{count} processes on {host} may run on {cores} of its cores: a core for each (--cpus-per-task)"
-            computing = statistics.mean(each.computing / each.total for each in bound)
-            return Bottleneck("binding", computing * (1 - cores / count), says)
+            busy = min(1.0, sum(each.processor / each.total for each in bound) / cores)
+            return Bottleneck("binding", busy * (1 - cores / count), says)
     return None
 
 
