@@ -164,7 +164,8 @@ WAYS = {
 def test_a_training_that_waits_for_data_says_so_after_200_steps_and_at_the_end(way: str, tmp_path: Path) -> None:
     modules = ("grappe.training.bottleneck", "grappe.training.headspace")
     short = [f"import {module}\n{module}.LEAST_SECONDS = 1\n" for module in modules]
-    (tmp_path / "sitecustomize.py").write_text("".join(short))
+    quiet = "grappe.training.bottleneck._other_programs = lambda times: None\n"  # this machine's are not the test's
+    (tmp_path / "sitecustomize.py").write_text("".join([*short, quiet]))
     text, command = WAYS[way]
     (tmp_path / "train.py").write_text(SLOW_DATA + text)
     done = subprocess.run(
