@@ -342,7 +342,7 @@ def shown(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     planted, others = [row for row in rows if row["planted"]], [row for row in rows if not row["planted"]]
     if planted:
         right, near = sum(row["named"] == row["planted"] for row in planted), sum(map(is_near, planted))
-        yield f"{len(planted)} causes, {right} named, {near} of them with a gain within 20 %."
+        yield f"{len(planted)} causes, {right} named, {near} of them with a gain within 20 %.\n"
         yield table(
             ("planted", "named", "said", "brought", "within 20 %"),
             [
