@@ -31,7 +31,6 @@ COMPUTING = ("forward", "backward", "update")
 STORAGE = 0.3  # of the time that a sample takes to load: with less computing it is read, or waited for
 BUSY = 0.9  # of its cores: such a training takes them from itself
 THREADED = 0.01  # seconds of computing in a step: in less, more threads bring nothing
-MOST_WORKERS = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,8 +176,8 @@ def _input(times: Sequence[RankTimes], now: int | None, advice: str, share: floa
         kind, says = "storage", f"{says}, as storage is slow (grappe data stage)"
     if now is not None:
         cores = (slowest.processor + slowest.workers) / slowest.own_cores
-        least = max(slowest.total * (1 - share), cores, slowest.total / 100)
-        workers = min(MOST_WORKERS, math.ceil(SPARE * seconds / least))
+        least = max(slowest.total * (1 - share), cores, slowest.total / 32)  # more than 32 times is not believed
+        workers = math.ceil(SPARE * seconds / least)
         saved = 1 - max(least, seconds / workers) / slowest.total
         if workers > now and saved > 1 - 1 / WORTH:
             return Bottleneck(kind, saved, f"{says}; workers={workers}")
