@@ -339,3 +339,18 @@ def test_a_step_around_an_evaluation_is_left_out(clock: Chronometer) -> None:
                 clock.switch(FORWARD)
         step(clock)
     assert clock.timing().steps == 1
+
+
+def test_the_cpu_time_of_waits_for_data_is_that_of_every_eighth_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(1000))
+    monkeypatch.setattr(time, "process_time", lambda: float(next(seconds)))
+    clock = Chronometer(torch.device("cpu"), time.perf_counter())
+    for _ in range(2 * SAMPLE):
+        clock.switch(DATA)
+        clock.switch(FORWARD)
+        with clock.during(EVALUATION):  # whose waits are not its steps'
+            clock.switch(DATA)
+            clock.switch(FORWARD)
+        clock.end_step()
+    assert clock.loading == 2 * SAMPLE
+    assert next(seconds) == 4

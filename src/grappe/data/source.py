@@ -194,7 +194,7 @@ class Sources:
         kind: Kind = "threads" if plan.loading == "threads" else "processes"
         self.loading = Loading(kind=kind, workers=few if plan.workers is None else plan.workers)
         self.tuned = False
-        """Whether the way to load was found by measuring, by this start or an earlier one."""
+        """Whether the number of workers was found by measuring, by this start or an earlier one."""
 
     def begin(self, requests: Iterator[Sequence[Request]]) -> Source:
         """Begins to load batches."""
@@ -246,11 +246,11 @@ class Sources:
         earlier = recorded(earlier_record, self._kinds, self._cores, self._device)
         if earlier is not None and asked in (None, earlier.workers):
             self._load_as(earlier)
-            self.tuned = True
+            self.tuned = asked is None
             return
 
         def tuned(loading: Loading) -> None:
-            self._tuner, self.tuned = None, True
+            self._tuner, self.tuned = None, asked is None
             self._note(loading)
 
         self._note = lambda loading: chosen(record(loading, self._cores, self._device))

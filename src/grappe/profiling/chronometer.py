@@ -16,6 +16,7 @@ from grappe.profiling.phases import (
     BACKWARD,
     CHECKPOINT,
     COMMUNICATION,
+    DATA,
     EVALUATION,
     IN_A_STEP,
     KEPT,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 BLOCKS = 8  # blocks whose steps are kept for medians
 NOTHING = [0.0] * len(PHASES)
 ORDER_STEPS = 3  # steps after which the parameter whose gradient comes last is settled
-SAMPLE = 8  # every eighth step is timed, as each event costs a microsecond
+SAMPLE = 8  # every eighth step is timed, as each event costs a microsecond, and so does the CPU time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,9 @@ class Chronometer:
         """The engine's optimizer; watchers hook it to see gradients as they are used."""
         self.parameters: list[tuple[str, Any]] = []
         """This process's trained parameters, by name."""
+        self.loading = 0.0
+        """CPU seconds of the process while its steps wait for data, by those of every eighth step."""
+        self._loads: float | None = None
         self.held: dict[str, int] = {}
         """Bytes of parameters, gradients and optimizer state, as of the second update."""
 
@@ -145,6 +149,9 @@ class Chronometer:
         self._row[self._phase] += now - self._at
         self._at = now
         self._phase = phase
+        if self._loads is not None:
+            self.loading += SAMPLE * (time.process_time() - self._loads)
+        self._loads = time.process_time() if phase == DATA and not (self._steps % SAMPLE or self._around) else None
         if self._record is not None:
             self._record(phase)
 

@@ -32,6 +32,8 @@ class Headspace:
     """Share of the training's time without its start."""
     advice: str = ""
     """Advice on what to change; "": the share is small, or the training short."""
+    workers: int | None = None
+    """Number of data workers; None: another number does not help."""
 
     @property
     def faster(self) -> float:
@@ -64,7 +66,8 @@ def headspace(timing: StepTimes, loaders: Sequence[BatchLoader], world: World, *
     share, waited = max(world.gather((min(1.0, waited / seconds), waited)))
     is_worth_saying = share >= WORTH_SAYING and seconds >= LEAST_SECONDS
     advice = _advice(share, loaders[0], world, tuned=tuned) if is_worth_saying else ""
-    return Headspace(waited=waited, share=share, advice=advice)
+    loading = None if tuned or loaders[0].stream is not None else loaders[0].loading
+    return Headspace(waited=waited, share=share, advice=advice, workers=None if loading is None else loading.workers)
 
 
 def _advice(share: float, loader: BatchLoader, world: World, *, tuned: bool) -> str:

@@ -258,7 +258,7 @@ class Training:
 
     def _bottleneck(self, waits: Headspace) -> str:
         """Says what holds the training back most; "" if nothing stands out. Collective."""
-        return self.meter.sentence(lambda _: (waits.share if waits.advice else 0.0, waits.advice))
+        return self.meter.sentence(waits.workers, waits.advice, waits.share if waits.advice else 0.0)
 
     def _read(self, kind: str, loader: BatchLoader, start: int, stop: int) -> Iterator[Batch]:
         log = self.sample_log
@@ -293,7 +293,8 @@ class Training:
             self.stop_signal.check_time()
         self._read_previous_step()
         if self.average.kept and not result.skipped:
-            self.average.update()
+            with self.clock.during(phases.UPDATE):
+                self.average.update()
         batch, norm = result.batch, result.norm
         count = None if batch.count.__class__ is float else HostCopy(batch.count)  # type: ignore[arg-type]
         self.step = self.watchdog.step = step = batch.step + 1

@@ -261,6 +261,7 @@ class Loop:
             )
         call = LoopBatches(batch_size=batch_size, epochs=epochs, seed=self._seed)
         source, own = self._steps.loader(training_loader, call, dataset, collate, sampling)
+        self._log.workers = None if source.loading is None else source.loading.workers
         each = source.order.steps_per_epoch
         before = self._now
         first, begin = before.epochs * each, before.step

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from grappe.checkpoint.format import Checkpoint, Retention
 from grappe.checkpoint.lease import Lease
 from grappe.checkpoint.saver import Saver
-from grappe.data.loading import workers_needed
 from grappe.errors import RunError
 from grappe.errors.user_line import is_users_file
 from grappe.launch import files
@@ -33,10 +32,10 @@ from grappe.launch.world import World
 from grappe.plan import Plan
 from grappe.profiling import memory
 from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.phases import BACKWARD, DATA, FORWARD, PHASES, UPDATE
+from grappe.profiling.phases import BACKWARD, FORWARD, UPDATE
 from grappe.rows.tensor import own_term
 from grappe.step.scores import Scores
-from grappe.training.bottleneck import BottleneckMeter, RankTimes
+from grappe.training.bottleneck import BottleneckMeter
 from grappe.training.rows_step import SpreadSteps
 from grappe.training.run import DONE, Run, restarted, start_facts, taken
 from grappe.training.watchers.base import Record, RunInfo, Watcher
@@ -191,6 +190,8 @@ class StepLog:
         """Lines of backwards since an optimizer has stepped: their losses add up."""
         self._running: tuple[Record, Tensor, Tensor | None, Sequence[dist.Work]] | None = None
         self._bottleneck = BottleneckMeter(self.chronometer, world, self.meter.usage)
+        self.workers: int | None = 0
+        """Number of data workers that the loop has; None: its samples are in memory."""
 
     def close(self) -> None:
         """Writes the last step, the bottleneck, and the use of resources. Collective."""
@@ -252,7 +253,7 @@ class StepLog:
 
     def _say_bottleneck(self) -> None:
         """Says what holds the loop back most, and writes it to the run; nothing if nothing stands out. Collective."""
-        sentence = self._bottleneck.sentence(_waits)
+        sentence = self._bottleneck.sentence(self.workers)
         if not sentence or self._world.rank:
             return
         say(sentence, sys.stderr)
@@ -270,8 +271,3 @@ class StepLog:
         if self.folder is not None:
             self.folder.stepped(record, [] if losses is None else losses.tolist())
         return sums.tolist()
-
-
-def _waits(times: Sequence[RankTimes]) -> tuple[float, str]:
-    share = max(each.share(PHASES[DATA]) for each in times)
-    return share, f"load with {workers_needed(share, 0)} workers or more, or make a sample cheaper"

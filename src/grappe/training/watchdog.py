@@ -290,7 +290,7 @@ def cpu_seconds(process: str = "self") -> float:
         started = [(thread / "children").read_text().split() for thread in (folder / "task").iterdir()]
     except OSError:
         return time.process_time() if process == "self" else 0.0
-    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with those that have ended
     return own + sum(cpu_seconds(number) for numbers in started for number in numbers)
 
 

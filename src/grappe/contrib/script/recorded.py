@@ -182,6 +182,7 @@ class RecordedSteps(StepHandler):
                 self.chronometer.switch(FORWARD if torch.is_grad_enabled() else EVALUATION)
                 self._leader = self._leader or made
                 if self._leader is made and torch.is_grad_enabled():
+                    self._log.workers = made.loader.num_workers
                     self._samples += rows_of(batch) or 0
                 yield batch
         finally:
