@@ -35,6 +35,7 @@ from grappe.verbs.measure.points import Measurement
 from grappe.words import first_line, plain_table, plan_name
 
 TRACED_STEPS = 5
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def explain(
@@ -88,7 +89,8 @@ def _trace_file(run: Path, rank: int) -> Path:
 
 def reachable_by_precision(device: torch.device, plan: Plan) -> dict[str, float]:
     """Measures FLOP/s of a large matrix product in each precision that the device has units for."""
-    precisions = ["fp32", "bf16"]
+    emulated = CPUINFO.exists() and "bf16" not in CPUINFO.read_text()  # some fifty times slower than fp32
+    precisions = ["fp32"] if emulated else ["fp32", "bf16"]
     if device.type == "cuda":
         gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         rocm = torch.version.hip
