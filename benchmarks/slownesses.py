@@ -1,4 +1,4 @@
-"""Ten injected bottlenecks, each a task or a plan, with the same training without it."""
+"""Eight injected bottlenecks, each a task or a plan, with the same training without it."""
 
 from __future__ import annotations
 
@@ -115,13 +115,10 @@ class Planted(Task):
     copies: str = "no"
     late: float = 0.0
     """Seconds for each row, of process 1 alone."""
-    first_cut: int = 0
-    """Of two stages: the second one's first unit."""
     wide: int = 0
     """Outputs of the first of two layers."""
     alone: bool = False
     """Whether processes keep their own gradients."""
-    validation: int = 64
 
     def model(self) -> nn.Module:
         if self.alone:
@@ -144,7 +141,7 @@ class Planted(Task):
     def data(self, split: str, folder: Path) -> Any:
         if self.nap and split == "train":
             return Slow(self.width, self.nap)
-        rows = ROWS if split == "train" else self.validation
+        rows = ROWS if split == "train" else 64
         draw = torch.Generator().manual_seed(0)
         return Arrays(torch.randn(rows, self.width, generator=draw), torch.arange(rows) % CLASSES)
 
@@ -156,9 +153,6 @@ class Planted(Task):
 
     def units(self, model: Any) -> list[nn.Module]:
         return list(model)
-
-    def cuts(self, stages: int) -> list[int] | None:
-        return [self.first_cut] if self.first_cut and stages == 2 else None
 
 
 def _alone() -> None:
@@ -193,11 +187,10 @@ class Case:
     plan: str = ""
     plan_without: str | None = None
     """None: the same."""
-    evaluate_every: int | None = None
 
 
 def cases() -> Sequence[Case]:
-    """Makes the ten."""
+    """Makes the eight."""
     return [make() for make in MAKERS]
 
 
@@ -211,30 +204,13 @@ def _tiny_batch() -> Case:
 
 
 def _reading() -> Case:
-    base = {"batch_size": 1024}
-    return _two(
-        "values read by the host",
-        ".item() of each row",
-        {**base, "reads": "item"},
-        {**base, "reads": "none"},
-        plan="precision=bf16",
-    )
-
-
-def _stages() -> Case:
-    base = {"width": 256, "layers": 16, "batch_size": 4096}
-    return _two(
-        "imbalance",
-        "unbalanced stages",
-        {**base, "first_cut": 2},
-        {**base, "first_cut": 8},
-        plan="pipeline=2,microbatches=4,precision=bf16",
-    )
+    base = {"batch_size": 1024, "width": 64}
+    return _two("values read by the host", ".item() of each row", {**base, "reads": "item"}, {**base, "reads": "none"})
 
 
 def _all_reduce() -> Case:
     base = {"width": 2048, "wide": 4096, "batch_size": 32}
-    return _two("exposed communication", "one long all-reduce", base, {**base, "alone": True}, plan="replicate=2")
+    return _two("waiting for other processes", "one long all-reduce", base, {**base, "alone": True}, plan="replicate=2")
 
 
 SLEEPS = {"computing": 0.0002}
@@ -242,16 +218,12 @@ MAKERS: tuple[Callable[[], Case], ...] = (
     lambda: _two("waiting for data", "slow loader", {"nap": 0.0005, **SLEEPS}, SLEEPS, plan="workers=0"),
     lambda: _two("host between kernels", "tiny operators", {"operators": 2000, "width": 32}, {"width": 32}),
     _reading,
-    lambda: _two("imbalance", "slow process", {"late": 0.001, **SLEEPS}, SLEEPS, plan="replicate=2"),
+    lambda: _two("waiting for other processes", "slow process", {"late": 0.001, **SLEEPS}, SLEEPS, plan="replicate=2"),
     _tiny_batch,
     lambda: _two(
         "precision not used", "fp32 where bf16 is meant", {"width": 1024, "layers": 4, "batch_size": 512},
         {"width": 1024, "layers": 4, "batch_size": 512}, plan_without="precision=bf16",
     ),
     lambda: _two("copies of layouts", "layout copied each step", {"copies": "each"}, {"copies": "once"}),
-    _stages,
     _all_reduce,
-    lambda: _two(
-        "evaluation", "evaluation too often", {"validation": 2048}, {"validation": 2048}, evaluate_every=2
-    ),
 )  # fmt: skip

@@ -11,8 +11,10 @@ import torch
 from benchmarks.gpu.pace import Window, give_memory_back, seconds_a_step
 from benchmarks.gpu.part import Aim, Part
 from benchmarks.gpu.tasks import LanguageTask
-from grappe.contrib.doctor import on_device
+from grappe.contrib.doctor.on_device import DeviceTrial
+from grappe.foresight.devices import device_reported
 from grappe.plan import Plan
+from grappe.verbs.measure.flops import reachable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,10 +26,15 @@ class Peaks:
 
 
 def peaks(part: Part) -> Peaks:
-    """Measures the device's peak as `grappe doctor --gpu` does, and reports it."""
-    trial = on_device.product(torch.device(part.device))
-    part.trial(trial)
-    return Peaks(measured=trial.figures["flops"], data_sheet=trial.figures.get("peak"))
+    """Measures the device's peak as `grappe doctor --passport` does, and reports it."""
+    device = torch.device(part.device)
+    flops = reachable(device, Plan(precision="bf16"))
+    sheet = device_reported(torch.cuda.get_device_name(device)) if part.on_gpu else None
+    peak = sheet.flops("bf16") if sheet is not None and "bf16" in sheet.tflops else None
+    text = f"{flops / 1e12:.3g} TFLOP/s" + (f", {flops / peak:.0%} of the data sheet's" if peak else "")
+    figures = {"flops": flops} | ({"peak": peak} if peak else {})
+    part.trial(DeviceTrial(what="bf16 matrix product", right=None, text=text, figures=figures))
+    return Peaks(measured=flops, data_sheet=peak)
 
 
 def compare(

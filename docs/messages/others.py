@@ -17,7 +17,7 @@ from rich.console import Console
 from grappe import fields, finder, sites
 from grappe.cli import help as translated_help
 from grappe.cli.commands import app
-from grappe.contrib.lab.breakdown import PARTS
+from grappe.contrib.lab.breakdown import RULES, SMALL_BATCH, USEFUL
 from grappe.errors.remedies import REMEDIES
 from grappe.language import STATES
 from grappe.language.catalogue import NAME
@@ -99,7 +99,7 @@ def others() -> dict[str, set[str]]:
     found |= {text: {"grappe/errors/user_code.py"} for text in LINES}
     found |= {text: {"grappe/verbs/data/walk.py"} for text in METER}
     found |= {text: {"results"} for text in RESULTS}
-    found |= {text: {"grappe/contrib/lab/breakdown.py"} for text in PARTS}
+    found |= {text: {"grappe/contrib/lab/breakdown.py"} for text in (*RULES, SMALL_BATCH, USEFUL)}
     for file in sorted(REPORT.glob("p*.*")):
         found |= {
             MARK + match["word"]: {f"grappe/verbs/report/{file.name}"} for match in WORD.finditer(file.read_text())

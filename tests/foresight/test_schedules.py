@@ -9,7 +9,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from grappe.foresight.fake_model import pretended
 from grappe.foresight.pipeline_trace import Kind, SimulatedStep, order_of, orders_of, simulate
-from grappe.parallel.pipeline.rules import RULES, idle_part, stages_each
+from grappe.parallel.pipeline.rules import RULES, stages_each
 from grappe.plan import Plan
 from tests.foresight import clocks
 from tests.processes import Pool
@@ -73,9 +73,12 @@ def test_the_idle_share_is_that_of_the_closed_formula(text: str, forward: float,
     if plan.schedule == "zero_bubble":  # the formula is of three passes that take the same
         forward = half
     found = simulated(text, forward, half, half)
-    assert found.bubble / max(found.busy) == pytest.approx(idle_part(plan))
-    share = idle_part(plan) / (1 + idle_part(plan))  # of the step: (p-1)/(m+p-1) for gpipe and 1f1b
-    assert found.bubble / found.seconds == pytest.approx(share)
+    # (p-1)/m for gpipe and 1f1b (Huang et al. 2019), (p-1)/(vm) for interleaved (Narayanan et al. 2021), (p-1)/(3m) for
+    # zero_bubble (Qi et al. 2023).
+    rounds = {"interleaved": stages_each(plan), "zero_bubble": 3}.get(plan.schedule, 1)
+    idle = (plan.pipeline - 1) / (rounds * plan.microbatches)
+    assert found.bubble / max(found.busy) == pytest.approx(idle)
+    assert found.bubble / found.seconds == pytest.approx(idle / (1 + idle))
 
 
 @given(text=PLANS)

@@ -169,8 +169,6 @@ def measure(
         raise UsageError("--dry-run prints the jobs of --site: give a site, or leave it out")
     if options.why and (site is not None or gather):
         raise UsageError("--why traces steps on this machine: leave out --site and --gather")
-    if (options.evaluate_every or options.save_every) and not options.why:
-        raise UsageError("--evaluate-every and --save-every are for --why: add it, or leave them out")
     if site is not None:
         if largest_batch:
             raise UsageError("--largest-batch measures on this machine: leave it out with --site")
@@ -194,8 +192,8 @@ def measure(
     explained: list[Table | str] = []
     if options.why:
         lab = extensions.module("lab", "explain")
-        explanations = lab.explain(name, points, options=options, data=data, fields=texts, note=complain)
-        why, explained = [explanation.as_json() for explanation in explanations], list(lab.explained(explanations))
+        explanations = lab.explain(name, points, data=data, fields=texts, note=complain)
+        why, explained = [dataclasses.asdict(each) for each in explanations], list(lab.tables(explanations))
     largest = [str(batch) for batch in verb_largest(name, plans, data, texts)] if largest_batch else []
     return _show_points(
         points, name, weak=options.weak, why=why, explained=explained, largest=largest, out=out, json=json

@@ -44,16 +44,6 @@ def test_an_exact_pair_that_differs_has_failed(monkeypatch: pytest.MonkeyPatch) 
     assert on_device.exact_pair("cpu").verdict == "FAILED"
 
 
-def test_a_product_is_measured_and_held_against_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert on_device.product(CPU).figures["flops"] > 1e6  # a busy machine computes little
-    monkeypatch.setattr("grappe.verbs.measure.flops.reachable", lambda device, plan: 7.42e14)
-    for name, said in (("NVIDIA H200", "742 TFLOP/s, 75% of the 989.5 of"), ("another", "no data sheet")):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        found = on_device.product(torch.device("cuda", 0))
-        assert said in found.text
-        assert found.verdict == "measured"
-
-
 def test_readings_of_a_gpu_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.verdict for one in on_device.readings(CPU)] == ["not tried"]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80e9, 85e9))

@@ -329,12 +329,12 @@ def test_a_measurement(browser: chromium.Browser, run: Path, tmp_path: Path) -> 
     points = [point, {**point, "plan": "replicate=2", "processes": 2, "slices": 2, "samples_per_second": 150.0}]
     points.append({"plan": "device=cuda", "batch": 64, "processes": 1, "origin": "asked", "failure": HOSTILE})
     measured = tmp_path / "measured.json"
-    part = {"part": "waiting for data", "word": HOSTILE, "saves": 0.6, "gain": 1.5, "at_most": False}
+    part = {"part": "waiting for data", "word": HOSTILE, "saves": 0.6}
     parts = {"waiting for data": 0.6, "not explained": 0.1, "useful compute": 0.3}
     remedies = [part, {**part, "part": "small batch", "saves": 0.0}]
     why = {"plan": "", "batch": 64, "seconds": 0.1, "parts": parts, "remedies": remedies}
     told = {"kind": "measurement", "task": HOSTILE, "points": points, "verdict": [HOSTILE], "weak": False}
-    told["why"] = [why, {"plan": "shard=2", "batch": 64, "failure": HOSTILE}]
+    told["why"] = [why, {"plan": "shard=2", "batch": 64, "parts": {}, "remedies": [], "failure": HOSTILE}]
     measured.write_text(json.dumps(told))
     assert shown(browser, report([measured], tmp_path / "measured.html")) == 6
     shown(browser, report([run, measured], tmp_path / "both.html"))

@@ -63,7 +63,6 @@ def try_gpu() -> Iterator[DeviceTrial]:
     yield exact_pair("cuda")
     device = torch.device("cuda", 0)
     yield from draws(device)
-    yield product(device)
     yield from readings(device)
 
 
@@ -105,23 +104,6 @@ def exact_pair(device: str) -> DeviceTrial:
         right=len(set(hashes.values())) == 1,
         text=", ".join(f"{plan}: {value[:12]}" for plan, value in hashes.items()),
     )
-
-
-def product(device: torch.device) -> DeviceTrial:
-    """Measures a large matrix product in bf16, as a share of the data sheet's peak where grappe has the data sheet."""
-    from grappe.foresight.devices import device_reported
-    from grappe.verbs.measure.flops import reachable
-
-    flops = reachable(device, Plan(precision="bf16"))
-    figures = {"flops": flops}
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    text = f"{flops / 1e12:.3g} TFLOP/s"
-    if (sheet := device_reported(name)) is not None and "bf16" in sheet.tflops:
-        figures["peak"] = sheet.flops("bf16")
-        text += f", {flops / figures['peak']:.0%} of the {sheet.tflops['bf16']:g} of {sheet.title}'s data sheet"
-    elif name:
-        text += f"; grappe has no data sheet of {name}"
-    return DeviceTrial(what="bf16 matrix product", right=None, text=text, figures=figures)
 
 
 def readings(device: torch.device) -> Iterator[DeviceTrial]:

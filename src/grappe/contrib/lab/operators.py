@@ -1,14 +1,12 @@
-"""Traces the operators of steps: seconds and FLOPs by kind of kernel, the host's seconds, and the user's lines."""
+"""Traces the operators of steps: seconds and FLOPs by kind of kernel and by the user's line, and the host's seconds."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-import itertools
+import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -18,88 +16,41 @@ from torch.utils.flop_counter import flop_registry
 from grappe.errors.user_line import is_users_file
 from grappe.private_api.torch import TorchDispatchMode, tree_leaves
 from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.phases import BACKWARD, COMMUNICATION, FORWARD
+from grappe.profiling.phases import BACKWARD, FORWARD
 
 COPIES = frozenset({"clone", "copy_", "_to_copy", "contiguous", "_foreach_copy_"})
 READS = frozenset({"_local_scalar_dense", "nonzero", "equal", "is_nonzero"})
 """Operators that give a value to Python: on a GPU the host waits for all that was queued before."""
 COLLECTIVES = ("c10d", "_c10d_functional")
-NOT_AN_OPERATOR = (*COLLECTIVES, "profiler")
-"""Namespaces whose time belongs to other processes, or to a profiler."""
 LABEL = "grappe-operator-"
-CALIBRATED = 300  # operators of one number each, from which the dispatch of any operator follows
-TRACED_PHASES = (FORWARD, BACKWARD, COMMUNICATION)
 DEEPEST = 60  # frames that are searched for a line of the user's
 TINY = 32 << 10
 """Bytes that an operator reads and writes in about a microsecond, less than it takes to call it."""
-LINES = 5  # that are listed of each kind
+KERNEL = 2  # place of the kernel's seconds in LineCost's figures
+LAUNCH = 10e-6  # host seconds of a call on a GPU, at most: in more it waits
 
 
-class OperatorCall(NamedTuple):
-    """One call of an operator in a forward or backward, or of one that fills or empties a message."""
+class LineCost(NamedTuple):
+    """The cost of one line's operators of one kind in forward and backward, per step."""
 
-    name: str
-    kind: str
-    """"matrix", "copy", "cast", "read", "view" or "other"; "message": it runs while processes wait for others;
-    "launch": a collective that is called while no process waits."""
-    line: str
+    kind: str = "other"
+    """"matrix" (products, convolutions, attention), "copy" (within a type), "read", "collective" or "other"."""
+    line: str = ""
     """The user's line, `file:number`; "" if no line of the user's called it, as in backward."""
-    gap: float
-    """Host seconds since the operator before."""
-    seconds: float
-    """Host seconds of the operator."""
-    flops: int
-    size: int
-    """Bytes of the tensors that it reads and writes."""
+    calls: float = 0.0
+    host: float = 0.0
+    """Host seconds between kernels: dispatch, and gaps before operators. The trace's own time is in them."""
     kernel: float = 0.0
-    """Seconds without dispatch; on a GPU, of its kernels."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LineCost:
-    """The cost of one line of the user's, per step."""
-
-    line: str
-    calls: float
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OperatorTotals:
-    """The operators of one process's forward and backward, per step. Seconds of kernels are without their dispatch."""
-
-    clock: str
-    """"host", or "device" if kernels were timed on a GPU."""
-    operators: float
-    """Number of operators."""
-    flops: float
-    matrix: float
-    """Seconds in matrix products, convolutions and attention."""
-    copies: float
-    """Seconds in copies within one type: a change of layout or of place."""
-    casts: float
-    """Seconds in copies to another type."""
-    elementwise: float
-    """Seconds in all other kernels, which memory bounds."""
-    host: float
-    """Host seconds between kernels: dispatch, and gaps between operators. The trace's own time is in them."""
-    reads: float
-    """Those of `host` at lines that read values of tensors."""
-    messages: float
-    """Seconds in kernels that fill and empty what is sent, after the last gradient: DDP's buckets, say."""
-    launches: float
-    """Host seconds in collectives that are called in forward and backward, FSDP's say, and not in waits for them."""
-    host_lines: tuple[LineCost, ...]
-    read_lines: tuple[LineCost, ...]
-    copy_lines: tuple[LineCost, ...]
+    """Seconds of kernels."""
+    flops: float = 0.0
 
 
 class OperatorTrace(TorchDispatchMode):
     """Mode that records the operators of forward and backward, below autograd and autocast.
 
     Args:
-        on_gpu: whether a profiler gives the seconds of each call's kernels; if not, operators are timed by the host's
-            clock, as a CPU's are over when they return.
+        on_gpu: whether a profiler gives the seconds of kernels; if not, operators are timed by the host's clock, as a
+            CPU's are over when they return.
     """
 
     def __init__(self, chronometer: Chronometer, *, on_gpu: bool = False) -> None:
@@ -108,10 +59,11 @@ class OperatorTrace(TorchDispatchMode):
         if on_gpu:
             kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
             self._profiler = torch.profiler.profile(activities=kinds)
-        self._left, self._gap = time.perf_counter(), 0.0
-        self.calls: list[OperatorCall] = []
-        self._ends: list[int] = []
+        self._left = time.perf_counter()
+        self._steps: list[dict[tuple[str, str], list[float]]] = []
+        self._calls: list[list[float]] = []
         self._users: dict[str, bool] = {}
+        self.end_step()
 
     def __enter__(self) -> Self:
         if self._profiler is not None:
@@ -127,47 +79,43 @@ class OperatorTrace(TorchDispatchMode):
 
     def end_step(self) -> None:
         """Ends a step."""
-        self._ends.append(len(self.calls))
+        self._steps.append(collections.defaultdict(lambda: [0.0] * 4))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         began, keywords = time.perf_counter(), kwargs or {}
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # of a DTensor: its local tensors come here again
-        phase = self._chronometer.phase
-        if phase in (FORWARD, BACKWARD):  # else all but the operators themselves is waiting
-            self._gap += began - max(self._left, self._chronometer.since)
-        if phase not in TRACED_PHASES or func.namespace in NOT_AN_OPERATOR:
+        if self._chronometer.phase not in (FORWARD, BACKWARD) or func.namespace == "profiler":
+            return func(*args, **keywords)
+        host = began - max(self._left, self._chronometer.since)
+        is_collective, label = func.namespace in COLLECTIVES, f"{LABEL}{len(self._calls)}"
+        is_labelled = self._profiler is not None and not is_collective  # NCCL's kernels run beside others
+        called = time.perf_counter()
+        with torch.profiler.record_function(label) if is_labelled else contextlib.nullcontext():
             output = func(*args, **keywords)
-            if func.namespace in COLLECTIVES and phase in (FORWARD, BACKWARD):
-                self.calls.append(OperatorCall(func.name(), "launch", "", 0.0, time.perf_counter() - began, 0, 0))
-            self._left = time.perf_counter()
-            return output
-        gap, self._gap = self._gap, 0.0
-        if self._profiler is None:
-            began = time.perf_counter()
-            output = func(*args, **keywords)
-        else:
-            with torch.profiler.record_function(f"{LABEL}{len(self.calls)}"):
-                output = func(*args, **keywords)
-        seconds = time.perf_counter() - began
-        name = func.name().partition("::")[2].partition(".")[0]
+        seconds, kernel = time.perf_counter() - called, 0.0
         count = flop_registry.get(func.overloadpacket)
         flops = 0 if count is None else int(count(*args, **keywords, out_val=output))
         tensors = [leaf for leaf in tree_leaves((args, keywords, output)) if isinstance(leaf, Tensor)]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        if phase == COMMUNICATION:
-            kind = "message"
-        elif func.is_view:
-            kind = "view"
+        name = func.name().partition("::")[2].partition(".")[0]
+        if is_collective:
+            kind = "collective"
         elif flops:
             kind = "matrix"
         elif name in READS:
             kind = "read"
-        elif name in COPIES:
-            kind = "copy" if len({tensor.dtype for tensor in tensors}) < 2 else "cast"
         else:
-            kind = "other"
-        self.calls.append(OperatorCall(name, kind, self._line(), gap, seconds, flops, size))
+            kind = "copy" if name in COPIES and len({tensor.dtype for tensor in tensors}) < 2 else "other"
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if self._profiler is not None:
+            host += min(seconds, LAUNCH)
+        elif not is_collective and (func.is_view or (size <= TINY and not flops)):  # all of it is the call
+            host += seconds
+        else:
+            kernel = seconds
+        row = self._steps[-1][kind, self._line()]
+        row[:] = (old + new for old, new in zip(row, (1.0, host, kernel, flops), strict=True))
+        self._calls.append(row)
         self._left = time.perf_counter()
         return output
 
@@ -185,94 +133,16 @@ class OperatorTrace(TorchDispatchMode):
             frame = frame.f_back  # type: ignore[assignment]
         return ""
 
-    def totals(self, dispatch: float) -> OperatorTotals | None:
-        """Sums up the steps that ended; None if nothing was computed in them.
-
-        Args:
-            dispatch: from `measure_dispatch`.
-        """
-        device = None if self._profiler is None else kernels_by_call(self._profiler.events())
-        calls = [
-            call._replace(kernel=kernel(call, dispatch) if device is None else device.get(number, 0.0))
-            for number, call in enumerate(self.calls)
-        ]
-        steps = [calls[a:b] for a, b in itertools.pairwise([0, *self._ends]) if a < b]
-        return summed(steps, dispatch, on_device=device is not None) if steps else None
-
-
-def measure_dispatch(chronometer: Chronometer) -> float:
-    """Measures the seconds that a traced operator takes at least, by a sum of two numbers."""
-    a, b = torch.ones(1), torch.ones(1)
-    trace = OperatorTrace(chronometer)
-    with chronometer.during(FORWARD), torch.no_grad(), trace:
-        for _ in range(CALIBRATED):
-            torch.add(a, b)
-    return statistics.median(call.seconds for call in trace.calls[CALIBRATED // 10 :])
-
-
-def kernel(call: OperatorCall, dispatch: float) -> float:
-    """Computes the seconds of a kernel on a CPU: a view's and a tiny operator's are all dispatch."""
-    return call.seconds if call.kind == "launch" else max(0.0, call.seconds - dispatched(call, dispatch))
-
-
-def dispatched(call: OperatorCall, dispatch: float) -> float:
-    """Returns the host's seconds for the call of an operator."""
-    if call.kind == "view" or (call.size <= TINY and not call.flops):
-        return call.seconds
-    return min(call.seconds, dispatch)
-
-
-def summed(steps: Sequence[Sequence[OperatorCall]], dispatch: float, *, on_device: bool) -> OperatorTotals:
-    """Sums up traced steps; of steps with the same operators, each operator's median counts.
-
-    Args:
-        dispatch: from `measure_dispatch`.
-    """
-    if len({tuple(call.name for call in calls) for calls in steps}) == 1:
-        count, rows = 1, []
-        for calls in zip(*steps, strict=True):
-            medians = {
-                name: statistics.median(getattr(call, name) for call in calls) for name in ("gap", "seconds", "kernel")
-            }
-            rows.append(calls[0]._replace(**medians))
-    else:
-        count, rows = len(steps), [call for calls in steps for call in calls]
-    kinds: dict[str, float] = collections.defaultdict(float)
-    host: dict[str, list[float]] = collections.defaultdict(list)
-    copies: dict[str, list[float]] = collections.defaultdict(list)
-    reads: collections.Counter[str] = collections.Counter()
-    for call in rows:
-        kinds[call.kind] += call.kernel / count
-        if call.kind in ("message", "launch"):
-            continue
-        host[call.line].append(call.gap + dispatched(call, dispatch))
-        if call.kind == "copy":
-            copies[call.line].append(call.kernel)
-        if call.kind == "read" and call.line:
-            reads[call.line] += 1
-
-    def costs(lines: Iterable[tuple[str, float, float]]) -> tuple[LineCost, ...]:
-        largest = sorted(lines, key=lambda cost: -cost[2])[:LINES]
+    def costs(self) -> tuple[LineCost, ...]:
+        """Returns the costs of lines, each the median of the steps that ended."""
+        if self._profiler is not None:
+            for call, seconds in kernels_by_call(self._profiler.events()).items():
+                self._calls[call][KERNEL] += seconds
+        steps = self._steps[:-1]
         return tuple(
-            LineCost(line=line, calls=calls / count, seconds=seconds / count) for line, calls, seconds in largest
+            LineCost(kind, line, *(statistics.median(step[kind, line][place] for step in steps) for place in range(4)))
+            for kind, line in dict.fromkeys(key for step in steps for key in step)
         )
-
-    return OperatorTotals(
-        clock="device" if on_device else "host",
-        operators=sum(len(calls) for calls in host.values()) / count,
-        flops=sum(call.flops for call in rows) / count,
-        matrix=kinds["matrix"],
-        copies=kinds["copy"],
-        casts=kinds["cast"],
-        elementwise=kinds["other"] + kinds["read"],
-        host=sum(map(sum, host.values())) / count,
-        reads=sum(sum(host[line]) for line in reads) / count,
-        messages=kinds["message"],
-        launches=kinds["launch"],
-        host_lines=costs((line, len(each), sum(each)) for line, each in host.items() if line not in reads),
-        read_lines=costs((line, calls, sum(host[line])) for line, calls in reads.items()),
-        copy_lines=costs((line, len(each), sum(each)) for line, each in copies.items()),
-    )
 
 
 def kernels_by_call(events: Any) -> dict[int, float]:

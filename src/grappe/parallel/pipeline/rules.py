@@ -36,17 +36,6 @@ def stages_each(plan: Plan) -> int:
     return plan.stages or RULES[plan.schedule].stages[0]
 
 
-def idle_part(plan: Plan) -> float:
-    """Returns the time that a process of a balanced pipeline idles, over the time that it works; 0: no pipeline.
-
-    For p processes, m microbatches, v stages a process: (p-1)/m for gpipe and 1f1b (Huang et al. 2019, "GPipe"),
-    (p-1)/(vm) for interleaved (Narayanan et al. 2021, "Megatron-LM"), (p-1)/(3m) for zero_bubble (Qi et al. 2023,
-    "Zero Bubble Pipeline Parallelism", ZB-H1).
-    """
-    rounds = {"interleaved": stages_each(plan), "zero_bubble": 3}.get(plan.schedule, 1)
-    return (plan.pipeline - 1) / (rounds * plan.microbatches)
-
-
 def unsupported_reason(plan: Plan) -> str | None:
     """Returns the reason why this pipeline is not possible; None if it is possible."""
     rule, each, request = RULES[plan.schedule], stages_each(plan), f"pipeline={plan.pipeline}"

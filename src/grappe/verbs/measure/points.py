@@ -31,13 +31,9 @@ class MeasureOptions:
     """Weak scaling: batch sizes are for one data-parallel process and grow with their number."""
     why: bool = False
     """Show where each plan's time goes and what would shorten it, beginning with the device's peak."""
-    evaluate_every: int | None = None
-    """Steps between evaluations, which --why counts. Default: an epoch's."""
-    save_every: int | None = None
-    """Steps between checkpoints, which --why counts. Default: an epoch's."""
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "steps", "repeats", "evaluate_every", "save_every")
+        at_least(self, 1, "steps", "repeats")
         if min(self.batch_size, default=1) < 1:
             raise UsageError(f"batch_size={min(self.batch_size)}: it must be at least 1")
 

@@ -238,12 +238,12 @@ function scaling() {
 
 // Shares of a step, from what is lost to what is useful; useful compute has the colour of text, so that what is left of it is seen.
 function waterfall(grid, one) {
-  const whys = (one.why || []).filter((why) => why.parts);
+  const whys = (one.why || []).filter((why) => !why.failure);
   if (!whys.length) return;
   const names = Object.keys(whys[0].parts), title = (why) => `${why.plan || t("one process")} (${t("batch")} ${why.batch})`;
   const hue = (part) => (part === "useful compute" ? "var(--text)" : part === "not explained" ? "var(--line)" : `hsl(${(names.indexOf(part) * 137.5 + 35) % 360} var(--s) var(--l))`);
-  bars(grid, t("why: where a step's time goes"), t("shares; evaluations and saves spread over steps"), whys.map((why) => ({ name: t("{plan}, {seconds} per step", { plan: title(why), seconds: seconds(why.seconds) }), parts: nonzero(why.parts, names) })), hue, (value) => `${short(value * 100)} %`);
-  const rows = whys.flatMap((why) => why.remedies.map((remedy) => [title(why), remedy.part, known(why.parts[remedy.part]) ? `${short(100 * why.parts[remedy.part])} %` : "", remedy.word, remedy.saves ? t("up to {gain}x", { gain: short(1 + remedy.gain) }) : ""]));
+  bars(grid, t("why: where a step's time goes"), t("shares"), whys.map((why) => ({ name: t("{plan}, {seconds} per step", { plan: title(why), seconds: seconds(why.seconds) }), parts: nonzero(why.parts, names) })), hue, (value) => `${short(value * 100)} %`);
+  const rows = whys.flatMap((why) => why.remedies.map((remedy) => [title(why), remedy.part, known(why.parts[remedy.part]) ? `${short(100 * why.parts[remedy.part])} %` : "", remedy.word, remedy.saves ? t("up to {gain}x", { gain: short(1 / Math.max(0.001, 1 - remedy.saves)) }) : ""]));
   if (rows.length) table(grid.parentNode, t("What would make steps faster"), [t("plan"), t("part"), t("share"), t("remedy"), t("gain")], rows);
 }
 
