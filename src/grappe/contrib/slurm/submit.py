@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import re
 import shlex
@@ -37,7 +36,6 @@ from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.sites.schema import Site
 from grappe.training.options import Options
 from grappe.training.run import DESCRIPTION, DONE, Run, new_folder
-from grappe.verbs.measure.points import MeasureOptions
 
 SCRIPT_FILE = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
 BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
@@ -432,39 +430,47 @@ def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]
 
 def submit_points(
     task: str,
-    plans: Sequence[str],
+    points: Iterable[tuple[str, int, int | None]],
     *,
-    options: MeasureOptions,
+    steps: int,
     job: JobOptions,
     fields: Sequence[str] = (),
+    script: Sequence[str] = (),
     data: Path | None = None,
     show: bool = False,
 ) -> Iterator[Submitted]:
-    """Submits a job of a site for each point of `grappe measure` and repetition; with `show`, only renders the scripts.
+    """Submits a job of a site for each point of `grappe measure`; with `show`, only renders the scripts.
+
+    Args:
+        points: the plan, the batch size and the number of nodes of each job; batch size 0: the task's own; nodes None:
+            as few as the plan needs.
+        steps: timed steps of each training.
+        script: a script for one process and its arguments, in place of a task. It ends by itself.
 
     Raises:
         GrappeError: the request is wrong, or sbatch rejects a job.
     """
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    points = itertools.product(range(options.repeats), options.batch_size or (0,), plans)
-    steps = options.steps + WARMUP
+    stamp, steps = time.strftime("%Y%m%d-%H%M%S"), steps + WARMUP
     submissions = []
-    for place, (_, batch, text) in enumerate(points, 1):
+    for place, (text, batch, nodes) in enumerate(points, 1):
         words = tuple(fields)
-        if batch or options.weak:
-            total = batch or finder.make(finder.find(task), split(fields)).batch_size
-            total *= Plan.parse(text).data_parallel if options.weak else 1
-            words = (*(field for field in fields if not field.startswith("batch_size=")), f"batch_size={total}")
+        if batch:
+            words = (*(field for field in fields if not field.startswith("batch_size=")), f"batch_size={batch}")
+        run = job.runs / f"measure-{stamp}-{place}"
+        arguments = (task, *words, "--steps-only", "--steps", str(steps))
+        if script:
+            arguments = ("--plan", text, "--run", str(run), "--", *script)
         submissions.append(
             Submission(
-                task=task,
-                arguments=(task, *words, "--steps-only", "--steps", str(steps)),
+                command=LAUNCH if script else TRAIN,
+                task=None if script else task,
+                arguments=arguments,
                 plans=(text,),
                 fields=words,
-                run=job.runs / f"measure-{stamp}-{place}",
+                run=run,
                 data=None if data is None else str(data),
-                options=Options(steps_only=True, steps=steps),
-                job=dataclasses.replace(job, restarts=0),
+                options=Options() if script else Options(steps_only=True, steps=steps),
+                job=dataclasses.replace(job, nodes=nodes, restarts=0),
             )
         )
     yield from submit_all(submissions, show=show)
