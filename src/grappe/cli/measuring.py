@@ -171,6 +171,10 @@ def measure(
     name = task or str((gather or script or [""])[0])
     options = dataclasses.replace(options, batch_size=sizes)
     plans = plan or [""]
+    _refuse(
+        proposal and not gather and (site is None or bool(task) == bool(script)),
+        "--proposal takes --site and a task, or -- train.py; then --gather and the runs of its jobs",
+    )
     _refuse(dry_run and site is None, "--dry-run prints the jobs of --site: give a site, or leave it out")
     _refuse(options.why and (site or gather), "--why traces steps on this machine: leave out --site and --gather")
     _refuse(
@@ -179,10 +183,6 @@ def measure(
     )
     _refuse(largest_batch and site, "--largest-batch measures on this machine: leave it out with --site")
     _refuse((nodes or training_steps) and not proposal, "--nodes and --training-steps are for --proposal: add it")
-    _refuse(
-        proposal and not gather and (site is None or bool(task) == bool(script)),
-        "--proposal takes --site and a task, or -- train.py; then --gather and the runs of its jobs",
-    )
     if proposal and gather:
         show_proof = extensions.module("proposal", "proposal").show_proof
         return show_proof(gather, site, training_steps, out, json=json)

@@ -77,10 +77,7 @@ def show_proof(places: Sequence[Path], site: str | None, steps: int | None, out:
     rules = [list(check.values()) for check in made["checks"]]
     show_either(json, "proposal", filled_table(("", "rule", "measured"), rules), **made)
     if not json:
-        if made["steps"]:
-            show(f"to apply for: {made['applied_for']}, for {made['steps']:,} steps on {made['nodes']} nodes")
-        else:
-            show("what to apply for is not known: give --training-steps")
+        show(f"to apply for: {made['applied_for'] or 'not known: give --training-steps'}")
         show(f"written: {out}, {out.with_suffix('.csv').name}, {out.with_suffix('.tex').name}")
     return EXIT_FAILURE if any(check["state"] == STATES[False] for check in made["checks"]) else EXIT_OK
 

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from time import strftime
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
@@ -28,6 +29,7 @@ from grappe.launch.command import become
 from grappe.launch.files import RUNS
 from grappe.launch.terminal import complain, write
 from grappe.plan import Plan
+from grappe.profiling.phases import WARMUP
 from grappe.sites.layout import stretched
 from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.training.options import Options
@@ -282,9 +284,9 @@ def measure_by_jobs(
             proof, each plan on as few nodes as it needs.
     """
     from grappe import finder
-    from grappe.contrib.slurm.submit import submit_points
+    from grappe.contrib.slurm.submit import submit_all
 
-    job, runs, rest = JobOptions(site=site, account=account, time=time), list[str](), list[str]()
+    job, runs, rest = JobOptions(site=site, account=account, time=time, restarts=0), list[str](), list[str]()
     batches, steps = options.batch_size, options.steps
     if not batches and not script and (options.weak or nodes is not None):
         batches = (finder.make(finder.find(task), split(fields)).batch_size,)
@@ -300,16 +302,34 @@ def measure_by_jobs(
             (text, batch * (Plan.parse(text).data_parallel if options.weak else 1), None)
             for batch, text in itertools.product(batches or (0,), plans)
         ]
-    for submitted in submit_points(
-        task, points * options.repeats, steps=steps, job=job, fields=fields, script=script, data=data, show=dry_run
-    ):
+    trained = Options() if script else Options(steps_only=True, steps=steps + WARMUP)
+    stamp, submissions = strftime("%Y%m%d-%H%M%S"), list[Submission]()
+    for place, (text, batch, count) in enumerate(points * options.repeats, 1):
+        words, run = tuple(fields), job.runs / f"measure-{stamp}-{place}"
+        if batch:
+            words = (*(field for field in fields if not field.startswith("batch_size=")), f"batch_size={batch}")
+        arguments = ("--plan", text, "--run", str(run), "--", *script)
+        submissions.append(
+            Submission(
+                command=LAUNCH if script else TRAIN,
+                task=None if script else task,
+                arguments=arguments if script else (task, *words, "--steps-only", "--steps", str(trained.steps)),
+                plans=(text,),
+                fields=words,
+                run=run,
+                data=None if data is None else str(data),
+                options=trained,
+                job=dataclasses.replace(job, nodes=count),
+            )
+        )
+    for submitted in submit_all(submissions, show=dry_run):
         if dry_run:
             write(submitted.text, end="")
         else:
             show(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
         runs.append(str(submitted.run))
     if not dry_run:
-        words = [*runs, *["--weak"] * options.weak, *rest, *(["--out", str(out)] if out else [])]
+        words = (*runs, *["--weak"] * options.weak, *rest, *(["--out", str(out)] if out else []))
         show(f"once they have ended: grappe measure {task} --gather {shlex.join(words)}")
     return EXIT_OK
 
@@ -317,11 +337,7 @@ def measure_by_jobs(
 def _points_of_proof(
     plans: Sequence[str], batches: Sequence[int], nodes: Sequence[int], job: JobOptions
 ) -> list[tuple[str, int, int | None]]:
-    """Returns plan, batch size and nodes of each job of a proof of scaling; the plan is that of the fewest nodes.
-
-    Raises:
-        GrappeError: there are several plans or batch sizes, or the plan does not divide.
-    """
+    """Returns plan, batch size and nodes of each job of a proof of scaling; the plan is that of the fewest nodes."""
     if len(plans) > 1 or len(batches) > 1:
         raise UsageError("--proposal measures one plan at one batch size: give one of each")
     (text,), (batch,) = plans, batches

@@ -10,7 +10,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from grappe import engines, extensions, finder
@@ -30,11 +30,9 @@ from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.launch.imports import LIGHTNING
 from grappe.plan import Plan
-from grappe.profiling.phases import WARMUP
 from grappe.sites.advice import misplaced, unfit_precision
-from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions
+from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE
 from grappe.sites.schema import Site
-from grappe.training.options import Options
 from grappe.training.run import DESCRIPTION, DONE, Run, new_folder
 
 SCRIPT_FILE = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
@@ -426,51 +424,3 @@ def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]
     if submission.command == LAUNCH:  # whose script's own arguments come last
         return (LAUNCH, *again, *rest)
     return (submission.command, *rest, *added, *again)
-
-
-def submit_points(
-    task: str,
-    points: Iterable[tuple[str, int, int | None]],
-    *,
-    steps: int,
-    job: JobOptions,
-    fields: Sequence[str] = (),
-    script: Sequence[str] = (),
-    data: Path | None = None,
-    show: bool = False,
-) -> Iterator[Submitted]:
-    """Submits a job of a site for each point of `grappe measure`; with `show`, only renders the scripts.
-
-    Args:
-        points: the plan, the batch size and the number of nodes of each job; batch size 0: the task's own; nodes None:
-            as few as the plan needs.
-        steps: timed steps of each training.
-        script: a script for one process and its arguments, in place of a task. It ends by itself.
-
-    Raises:
-        GrappeError: the request is wrong, or sbatch rejects a job.
-    """
-    stamp, steps = time.strftime("%Y%m%d-%H%M%S"), steps + WARMUP
-    submissions = []
-    for place, (text, batch, nodes) in enumerate(points, 1):
-        words = tuple(fields)
-        if batch:
-            words = (*(field for field in fields if not field.startswith("batch_size=")), f"batch_size={batch}")
-        run = job.runs / f"measure-{stamp}-{place}"
-        arguments = (task, *words, "--steps-only", "--steps", str(steps))
-        if script:
-            arguments = ("--plan", text, "--run", str(run), "--", *script)
-        submissions.append(
-            Submission(
-                command=LAUNCH if script else TRAIN,
-                task=None if script else task,
-                arguments=arguments,
-                plans=(text,),
-                fields=words,
-                run=run,
-                data=None if data is None else str(data),
-                options=Options() if script else Options(steps_only=True, steps=steps),
-                job=dataclasses.replace(job, nodes=nodes, restarts=0),
-            )
-        )
-    yield from submit_all(submissions, show=show)
