@@ -235,7 +235,7 @@ function proposals() {
 }
 
 function mark(state) {
-  return element("span", { class: state === "failed" ? "wrong" : "" }, `${{ passed: "✓", failed: "✗" }[state] ?? "–"} ${t(state)}`); // t("passed"), t("not compared")
+  return element("span", { class: state === "failed" ? "mark wrong" : "mark" }, `${{ passed: "✓", failed: "✗" }[state] ?? "–"} ${t(state)}`); // t("passed"), t("not compared")
 }
 
 const LOST = { data: 35, communication: 350, imbalance: 310, computing: 205, rest: 90 };
