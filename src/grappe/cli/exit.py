@@ -77,6 +77,8 @@ def run(app: App, words: Sequence[str] | None = None) -> NoReturn:
 
 def script_apart(words: list[str]) -> list[str]:
     """Puts -- before the script of `grappe launch`, so that what follows it is the script's own."""
+    if words[:1] == ["measure"]:  # whose -- is --script
+        return ["--script" if word == "--" and "--" not in words[:place] else word for place, word in enumerate(words)]
     if words[:1] != ["launch"]:
         return words
     place = 1

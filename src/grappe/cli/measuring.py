@@ -131,6 +131,9 @@ def measure(
     job_time: str | None = None,
     dry_run: DryRun = False,
     gather: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
+    proposal: bool = False,
+    nodes: Counts = (),
+    training_steps: int | None = None,
     largest_batch: bool = False,
     script: ScriptWords | None = None,
     out: OutFile = None,
@@ -146,12 +149,15 @@ def measure(
         job_time: Time limit of such a job: 30m. Default: 1 h.
         dry_run: With --site: print the jobs; submit nothing.
         gather: Train nothing: read these runs, for example those of such jobs.
+        proposal: Prove that it scales: with --site its jobs, with --gather its page, HTML, CSV and LaTeX.
+        nodes: Node counts of the proof's jobs. Default: 1,2,4, as many as the site's rule asks for.
+        training_steps: Optimizer steps of the training to apply for. Default: the task's epochs.
         largest_batch: Find the largest batch that fits, too, under each plan.
         out: Write the figures to this JSON file, for grappe report.
     """
-    output.check(out, ".json")
+    output.check(out, ".html" if proposal else ".json")
     texts, sizes = _batch_sizes(fields)
-    if script or (task is None and (not gather or site is not None or largest_batch or options.why)):
+    if not proposal and (script or (task is None and (not gather or site is not None or largest_batch or options.why))):
         others = (task, fields, site, account, job_time, dry_run, gather, largest_batch, data)
         if not script or any(others) or options.why or options.weak:
             raise UsageError(
@@ -162,20 +168,25 @@ def measure(
         measured = extensions.module("script", "measure").measure_script
         points = measured(script[0], script[1:], plan or [""], options=options, note=complain, begun=progress)
         return _show_points(points, script[0], out=out, json=json)
-    name = task or str((gather or [""])[0])
+    name = task or str((gather or script or [""])[0])
     options = dataclasses.replace(options, batch_size=sizes)
     plans = plan or [""]
-    if dry_run and site is None:
-        raise UsageError("--dry-run prints the jobs of --site: give a site, or leave it out")
-    if options.why and (site is not None or gather):
-        raise UsageError("--why traces steps on this machine: leave out --site and --gather")
+    _refuse(
+        proposal and not gather and (site is None or bool(task) == bool(script)),
+        "--proposal takes --site and a task, or -- train.py; then --gather and the runs of its jobs",
+    )
+    _refuse(dry_run and site is None, "--dry-run prints the jobs of --site: give a site, or leave it out")
+    _refuse(options.why and (site or gather), "--why traces steps on this machine: leave out --site and --gather")
+    _refuse(largest_batch and site, "--largest-batch measures on this machine: leave it out with --site")
+    _refuse((nodes or training_steps) and not proposal, "--nodes and --training-steps are for --proposal: add it")
+    if proposal and gather:
+        show_proof = extensions.module("proposal", "proposal").show_proof
+        return show_proof(gather, site, training_steps, out, json=json)
     if site is not None:
-        if largest_batch:
-            raise UsageError("--largest-batch measures on this machine: leave it out with --site")
         by_jobs = extensions.module("slurm", "commands").measure_by_jobs
         return by_jobs(
             name, plans, options, site=site, account=account, time=job_time, fields=fields, data=data, out=out,
-            dry_run=dry_run,
+            dry_run=dry_run, script=script or (), nodes=nodes if proposal else None, training_steps=training_steps,
         )  # fmt: skip
     if not gather:
         preflight(plans, name)
@@ -198,6 +209,12 @@ def measure(
     return _show_points(
         points, name, weak=options.weak, why=why, explained=explained, largest=largest, out=out, json=json
     )
+
+
+def _refuse(wrong: object, why: str) -> None:
+    """Raises UsageError with `why` if anything is `wrong`."""
+    if wrong:
+        raise UsageError(why)
 
 
 def _show_points(

@@ -182,6 +182,20 @@ class JobRules:
     """Mean use of a job's GPUs below which the site warns its user, 0 to 1; None: unknown."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """The site's rule for a proof of scaling, which a proposal for many nodes has."""
+
+    counts: int = 3
+    """Least number of node counts that are measured."""
+    efficiency: float = 0.75
+    """Least parallel efficiency at the largest count."""
+    startup: float = 0.5
+    """Largest share of a run's wall time before its first step."""
+    source: str = "general values: no rule of the site is known"
+    """The page of the rule."""
+
+
 Contents = Literal["runs", "data", "caches"]
 
 
@@ -223,6 +237,7 @@ class Site:
     """Parts of GPUs that jobs can request; none: whole GPUs alone."""
     charge: Charge | None = None
     """The site's unit of charge, and its table; None: unknown."""
+    scaling: Scaling = Scaling()
     note: tuple[str, ...] = ()
     """Further facts for users, a sentence each."""
     probe: Literal["", "sinfo"] = ""
@@ -346,6 +361,8 @@ def _check(made: Site, wrong: Wrong) -> None:
             match = OPTION.fullmatch(text)
             if match is not None and match[1] not in RESOURCES:
                 raise wrong(key, f": --{match[1]} is not an option that a site may set: {nearest(match[1], RESOURCES)}")
+    if max(made.scaling.efficiency, made.scaling.startup) > 1:
+        raise wrong("scaling", " has a share above 1: write 0.75 for 75 %")
     for name in made.job.variables:
         if LOADERS.fullmatch(name):
             raise wrong("job.variables", f": {name} controls which programs load or run, which a site may not do")

@@ -1,17 +1,14 @@
 """grappe measure in real processes: a slow loader, a slow process and a small batch, each planted, each named."""
 
-import dataclasses
-import functools
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from grappe.cli.commands import app
 from grappe.contrib.slurm.jobs import record_job
-from grappe.contrib.slurm.submit import submit_points
 from grappe.errors import PlanError, RunError, UsageError
-from grappe.sites.sbatch import JobOptions
 from grappe.training.run import Run
 from grappe.verbs.measure import measure as verb
 from grappe.verbs.measure import verdict
@@ -88,33 +85,36 @@ def test_when_every_plan_fails_the_reason_is_told() -> None:
         measured(Sleeping(), "device=cpu,tensor=2,batchnorm=sync")
 
 
-PLANS = ("replicate=4", "replicate=8")
-JOB = JobOptions(site="narval", account="def-someone", time="20m")
-TWICE = MeasureOptions(steps=20, repeats=2)
-send = functools.partial(submit_points, "digits", job=JOB, fields=("lr=0.2", "batch_size=16"), show=True)
+SEND = ("measure", "digits", "lr=0.2", "--site=narval", "--account=def-someone", "--job-time=20m", "--dry-run")
+
+
+def scripts(*words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The scripts of the jobs that a measurement submits."""
+    assert app([*SEND, "--steps", "20", *words]) == 0
+    return capsys.readouterr().out.split("#!/bin/bash")[1:]
+
+
+PLANS = ("--plan=replicate=4", "--plan=replicate=8")
 
 
 @pytest.mark.slow
-def test_a_job_for_each_plan_and_repetition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_for_each_plan_and_repetition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    found = list(send(PLANS, options=TWICE))
-    assert len({one.run for one in found}) == 4
-    assert all(not one.job for one in found)
-    assert "--nodes=1" in found[0].text
-    assert "--nodes=2" in found[1].text
-    for one in found:
-        assert "lr=0.2 batch_size=16 --steps-only --steps 25" in one.text
-        assert "#SBATCH --time=00:20:00" in one.text
+    found = scripts(*PLANS, "batch_size=16", "--repeats=2", capsys=capsys)
+    assert len({text.partition("--job-name=")[2].split()[0] for text in found}) == 4
+    assert ["--nodes=1" in found[0], "--nodes=2" in found[1]] == [True, True]
+    for text in found:
+        assert "lr=0.2 batch_size=16 --steps-only --steps 25" in text
+        assert "#SBATCH --time=00:20:00" in text
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_weak_scaling_gives_each_process_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weak_scaling_gives_each_process_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    options = MeasureOptions(steps=20, repeats=1, weak=True)
-    texts = [one.text for one in send(PLANS, options=options)]
+    texts = scripts(*PLANS, "batch_size=16", "--repeats=1", "--weak", capsys=capsys)
     assert ["batch_size=64" in texts[0], "batch_size=128" in texts[1]] == [True, True]
-    texts = [one.text for one in send(["replicate=2"], options=dataclasses.replace(options, batch_size=(8, 32)))]
+    texts = scripts("--plan=replicate=2", "batch_size=8,32", "--repeats=1", "--weak", capsys=capsys)
     assert ["batch_size=16 " in texts[0], "batch_size=64 " in texts[1]] == [True, True]
 
 
@@ -155,5 +155,5 @@ def test_nothing_is_sent_when_one_of_them_is_wrong(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("grappe.contrib.slurm.submit._send", lambda script, text: sent.append(text))
     monkeypatch.setattr("grappe.contrib.slurm.slurm.check_controller", lambda: None)
     with pytest.raises(PlanError):
-        list(send(("replicate=4", "replicat=8"), options=TWICE, show=False))
+        app([*SEND[:-1], "--plan=replicate=4", "--plan=replicat=8"])
     assert not sent

@@ -6,11 +6,13 @@ The command that follows `grappe submit … --` is read by the definitions of gr
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from time import strftime
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
@@ -19,12 +21,16 @@ from grappe.cli.application import OPTIONS, DryRun, Json, RunFolder, RunsFolder,
 from grappe.cli.corrections import corrected, unknown_option
 from grappe.cli.exit import script_apart, show, show_either, show_json
 from grappe.contrib.slurm import array, slurm
-from grappe.contrib.slurm.resources import Submission, allocation, line_in_allocation
+from grappe.contrib.slurm.resources import Submission, allocation, line_in_allocation, placed
 from grappe.contrib.slurm.script import FUNCTIONS
 from grappe.errors import EXIT_OK, UsageError
+from grappe.fields import split
 from grappe.launch.command import become
 from grappe.launch.files import RUNS
 from grappe.launch.terminal import complain, write
+from grappe.plan import Plan
+from grappe.profiling.phases import WARMUP
+from grappe.sites.layout import stretched
 from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions
 from grappe.training.options import Options
 
@@ -251,6 +257,10 @@ def cancel(
     show_either(json, "cancel", ended, jobs=jobs, dry_run=dry_run)
 
 
+PROOF_STEPS = 300
+"""Timed steps of a proof of scaling where --steps is not given: of the usual number, start-up would take most."""
+
+
 def measure_by_jobs(
     task: str,
     plans: Sequence[str],
@@ -263,18 +273,86 @@ def measure_by_jobs(
     data: Path | None,
     out: Path | None,
     dry_run: bool,
+    script: Sequence[str] = (),
+    nodes: Sequence[int] | None = None,
+    training_steps: int | None = None,
 ) -> int:
-    """Submits the jobs of `grappe measure --site`, and shows the command that gathers their results."""
-    from grappe.contrib.slurm.submit import submit_points
+    """Submits the jobs of `grappe measure --site`, and shows the command that gathers their results.
 
-    job, runs = JobOptions(site=site, account=account, time=time), list[str]()
-    for submitted in submit_points(task, plans, options=options, job=job, fields=fields, data=data, show=dry_run):
+    Args:
+        nodes: node counts of a proof of scaling, strong and weak; (): as many as the site's rule asks for; None: no
+            proof, each plan on as few nodes as it needs.
+    """
+    from grappe import finder
+    from grappe.contrib.slurm.submit import submit_all
+
+    job, runs, rest = JobOptions(site=site, account=account, time=time, restarts=0), list[str](), list[str]()
+    batches, steps = options.batch_size, options.steps
+    if not batches and not script and (options.weak or nodes is not None):
+        batches = (finder.make(finder.find(task), split(fields)).batch_size,)
+    if nodes is not None:
+        steps = PROOF_STEPS if steps == type(options)().steps else steps
+        points = _points_of_proof(plans, batches or (0,), nodes, job)
+        where = ", ".join(map(str, dict.fromkeys(point[2] for point in points)))
+        kinds = f"strong and weak scaling, {steps} steps each" if batches else "strong scaling, of the whole script"
+        complain(f"{len(points) * options.repeats} jobs on {where} nodes: {kinds}")
+        rest = ["--proposal", *(["--training-steps", str(training_steps)] if training_steps else [])]
+    else:
+        points = [
+            (text, batch * (Plan.parse(text).data_parallel if options.weak else 1), None)
+            for batch, text in itertools.product(batches or (0,), plans)
+        ]
+    trained = Options() if script else Options(steps_only=True, steps=steps + WARMUP)
+    stamp, submissions = strftime("%Y%m%d-%H%M%S"), list[Submission]()
+    for place, (text, batch, count) in enumerate(points * options.repeats, 1):
+        words, run = tuple(fields), job.runs / f"measure-{stamp}-{place}"
+        if batch:
+            words = (*(field for field in fields if not field.startswith("batch_size=")), f"batch_size={batch}")
+        arguments = ("--plan", text, "--run", str(run), "--", *script)
+        submissions.append(
+            Submission(
+                command=LAUNCH if script else TRAIN,
+                task=None if script else task,
+                arguments=arguments if script else (task, *words, "--steps-only", "--steps", str(trained.steps)),
+                plans=(text,),
+                fields=words,
+                run=run,
+                data=None if data is None else str(data),
+                options=trained,
+                job=dataclasses.replace(job, nodes=count),
+            )
+        )
+    for submitted in submit_all(submissions, show=dry_run):
         if dry_run:
             write(submitted.text, end="")
         else:
             show(f"job {submitted.job}: {submitted.cost}; run {submitted.run}")
         runs.append(str(submitted.run))
     if not dry_run:
-        words = [*runs, *["--weak"] * options.weak, *(["--out", str(out)] if out else [])]
+        words = (*runs, *["--weak"] * options.weak, *rest, *(["--out", str(out)] if out else []))
         show(f"once they have ended: grappe measure {task} --gather {shlex.join(words)}")
     return EXIT_OK
+
+
+def _points_of_proof(
+    plans: Sequence[str], batches: Sequence[int], nodes: Sequence[int], job: JobOptions
+) -> list[tuple[str, int, int | None]]:
+    """Returns plan, batch size and nodes of each job of a proof of scaling; the plan is that of the fewest nodes."""
+    if len(plans) > 1 or len(batches) > 1:
+        raise UsageError("--proposal measures one plan at one batch size: give one of each")
+    (text,), (batch,) = plans, batches
+    site, first = placed(Submission(arguments=(), plans=(text,), job=job))
+    asked = site.scaling.counts
+    counts = sorted(set(nodes)) or [2**power for power in range(asked)]
+    if len(counts) < asked:
+        complain(f"grappe: warning: the proof needs {asked} node counts ({site.scaling.source}): give more to --nodes")
+    if not text:  # a process for each GPU, or one on each node
+        first = dataclasses.replace(first, replicate=counts[0] * (site.node.gpus if site.node else 0) or counts[0])
+    if batch % first.data_parallel:
+        raise UsageError(f"batch_size={batch} is not shared evenly by {first.data_parallel} processes: give a multiple")
+    points = list[tuple[str, int, int | None]]()
+    for count in counts:
+        plan = stretched(first, first.processes // counts[0] * count) if count > counts[0] else first
+        weak = batch * plan.data_parallel // first.data_parallel
+        points += [(str(plan), size, count) for size in sorted({batch, weak})]
+    return points

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import re
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from grappe import engines, extensions, finder
@@ -31,13 +30,10 @@ from grappe.launch import files
 from grappe.launch.files import IN_CHECKPOINT, IN_PART
 from grappe.launch.imports import LIGHTNING
 from grappe.plan import Plan
-from grappe.profiling.phases import WARMUP
 from grappe.sites.advice import misplaced, unfit_precision
-from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE, JobOptions
+from grappe.sites.sbatch import LAUNCH, SCRIPT, TRAIN, TUNE
 from grappe.sites.schema import Site
-from grappe.training.options import Options
 from grappe.training.run import DESCRIPTION, DONE, Run, new_folder
-from grappe.verbs.measure.points import MeasureOptions
 
 SCRIPT_FILE = re.compile(r"(?:submit|refused)-(\d{1,9})\.sh", re.ASCII)
 BETWEEN_SECONDS = 1.0  # between submissions, as the Alliance asks
@@ -428,43 +424,3 @@ def _arguments(submission: Submission, plan: Plan, run: Path) -> tuple[str, ...]
     if submission.command == LAUNCH:  # whose script's own arguments come last
         return (LAUNCH, *again, *rest)
     return (submission.command, *rest, *added, *again)
-
-
-def submit_points(
-    task: str,
-    plans: Sequence[str],
-    *,
-    options: MeasureOptions,
-    job: JobOptions,
-    fields: Sequence[str] = (),
-    data: Path | None = None,
-    show: bool = False,
-) -> Iterator[Submitted]:
-    """Submits a job of a site for each point of `grappe measure` and repetition; with `show`, only renders the scripts.
-
-    Raises:
-        GrappeError: the request is wrong, or sbatch rejects a job.
-    """
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    points = itertools.product(range(options.repeats), options.batch_size or (0,), plans)
-    steps = options.steps + WARMUP
-    submissions = []
-    for place, (_, batch, text) in enumerate(points, 1):
-        words = tuple(fields)
-        if batch or options.weak:
-            total = batch or finder.make(finder.find(task), split(fields)).batch_size
-            total *= Plan.parse(text).data_parallel if options.weak else 1
-            words = (*(field for field in fields if not field.startswith("batch_size=")), f"batch_size={total}")
-        submissions.append(
-            Submission(
-                task=task,
-                arguments=(task, *words, "--steps-only", "--steps", str(steps)),
-                plans=(text,),
-                fields=words,
-                run=job.runs / f"measure-{stamp}-{place}",
-                data=None if data is None else str(data),
-                options=Options(steps_only=True, steps=steps),
-                job=dataclasses.replace(job, restarts=0),
-            )
-        )
-    yield from submit_all(submissions, show=show)

@@ -213,6 +213,33 @@ function waited(headspace) {
   return `${short(100 * headspace.share)} %${headspace.advice ? `: ${headspace.advice}` : ""}`;
 }
 
+// The proof of scaling that a proposal for many nodes has.
+function proposals() {
+  for (const one of DATA.proposals ?? []) {
+    const grid = section(t("Proof of scaling")), made = grid.parentNode, { run } = one;
+    const applied = one.applied_for ? t("{applied_for}, for {steps} steps on {nodes} nodes, without evaluations and checkpoints", one) : t("not known: give --training-steps");
+    const pairs = (values, sign) => Object.entries(values).map(([name, value]) => `${name}${sign}${value}`).join(", ");
+    table(made, "", ["", ""], [[t("site"), one.site], [t("rule"), one.rule], [t("test case"), `${run.task}: ${pairs(run.fields, "=")}`], [t("software"), pairs(run.versions, " ")], [t("device"), one.device], [t("plan"), run.plan || t("one process")], [t("applied for"), applied]]);
+    table(made, t("Rules"), [t("state"), t("rule"), t("measured")], one.checks.map((check) => [mark(check.state), check.rule, check.measured]));
+    table(made, t("Measured node counts"), one.columns, one.table);
+    const names = { strong: t("strong scaling"), weak: t("weak scaling") }, base = one.rows[0], counts = [...new Set(one.rows.map((row) => row.nodes))].sort((a, b) => a - b);
+    const series = (key, rule, value) => [...Object.keys(names).map((kind, index) => ({ name: names[kind], color: color(index), dots: true, points: [base, ...one.rows.filter((row) => row.kind === kind && row !== base)].map((row) => [row.nodes, row[key]]) })).filter((each) => each.points.length > 1),
+      { name: rule, color: "var(--faint)", dash: "4 3", points: counts.map((count) => [count, value(count)]) }];
+    made.append(element("h3", {}, t("Plots"), element("small", { class: "key" }, ...Object.keys(names).flatMap((kind, index) => [swatch(index), names[kind]]), ` (${t("dashed: ideal, rule")})`)), grid);
+    lines(grid, t("speed-up"), t("to the fewest nodes"), series("speed_up", t("ideal"), (count) => count / base.nodes), { from0: true, across: t("nodes") });
+    lines(grid, t("efficiency"), t("to the fewest nodes"), series("efficiency", t("rule"), () => one.efficiency), { from0: true, across: t("nodes") });
+    bars(grid, t("where a step's time goes"), t("shares"), one.rows.map((row) => ({ name: `${names[row.kind]}, ${t("nodes")}: ${row.nodes}`, parts: nonzero(row.shares, PHASES) })), phaseColor, (value) => `${short(value * 100)} %`);
+    bars(grid, t("efficiency lost"), t("to the fewest nodes"), one.rows.filter((row) => row.lost).map((row) => ({ name: `${names[row.kind]}, ${t("nodes")}: ${row.nodes}`, parts: row.lost })), (part) => `hsl(${LOST[part] ?? 0} var(--s) var(--l))`, (value) => `${short(value * 100)} %`);
+    if (one.script.length) made.append(element("h3", {}, t("Batch script on {nodes} nodes", one)), element("pre", { class: "script" }, one.script.join("\n")));
+  }
+}
+
+function mark(state) {
+  return element("span", { class: state === "failed" ? "mark wrong" : "mark" }, `${{ passed: "✓", failed: "✗" }[state] ?? "–"} ${t(state)}`); // t("passed"), t("not compared")
+}
+
+const LOST = { data: 35, communication: 350, imbalance: 310, computing: 205, rest: 90 };
+
 function scaling() {
   for (const one of DATA.measurements) {
     const good = one.points.filter((point) => !point.failure);
@@ -226,7 +253,6 @@ function scaling() {
     }
     bars(grid, t("speed"), "samples/s", good.map((point) => ({ name: title(point), parts: { "samples/s": point.samples_per_second } })), () => color(0), short);
     bars(grid, t("where a step's time goes"), t("shares"), good.map((point) => ({ name: title(point), parts: nonzero(point.shares, PHASES) })), phaseColor, (value) => `${short(value * 100)} %`);
-    const LOST = { data: 35, communication: 350, imbalance: 310, computing: 205, rest: 90 };
     if (good.some((point) => point.lost)) bars(grid, t("efficiency lost"), t("to the first plan of the same batch"), good.filter((point) => point.lost).map((point) => ({ name: title(point), parts: point.lost })), (part) => `hsl(${LOST[part] ?? 0} var(--s) var(--l))`, (value) => `${short(value * 100)} %`);
     waterfall(grid, one);
     const energy = good.filter((point) => known(point.joules_per_sample));
@@ -336,7 +362,9 @@ remember();
 themed();
 legend();
 const bar = document.getElementById("bar");
+if (DATA.proposals) for (const control of bar.querySelectorAll("#controls label")) control.hidden = !control.querySelector("#theme");
 if (DATA.runs.length) { results(); bar.parentNode.append(bar); predictions(); weights(); curves(); time(); memory(); }
+proposals();
 scaling();
 learningRates();
 studies();

@@ -158,7 +158,7 @@ def _run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
             f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(note.at))} {note.node}, job {note.start}: {note.evidence}"
             for note in failures
         ]
-    usage = _usage(run)
+    usage = usage_of(run)
     sizes = description.pop("sizes", [])
     if len(sizes) > 1 or "waited" in next(iter(sizes), {}):
         description |= _sizes(sizes, usage)
@@ -217,7 +217,7 @@ def _speed(axes: Sequence[tuple[int, float, float]]) -> Points:
     ]
 
 
-def _usage(run: Run) -> list[dict[str, Any]]:
+def usage_of(run: Run) -> list[dict[str, Any]]:
     """Reads a run's usage, neighbours merged until few remain: seconds are summed; of levels, the highest is kept."""
     try:
         lines = files.read_bytes(run.folder / USAGE).splitlines()
