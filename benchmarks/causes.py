@@ -79,8 +79,8 @@ def cases() -> list[Case]:
     add("input", "task", {"work": 0.002, "steps": 80, "threads": 1, "workers": 1})
     add("evaluation", every, {"evaluate_every": 5, "validation": 256, "steps": 250})
     add("evaluation", every, {"evaluate_every": 20, "validation": 2048, "steps": 200})
-    add("saving", every, {"save_every": 1, "width": 512, "steps": 40})
-    add("saving", every, {"save_every": 2, "width": 1024, "steps": 30})
+    add("saving", every, {"save_every": 1, "disk": 0.02, "steps": 40})
+    add("saving", every, {"save_every": 5, "disk": 0.05, "steps": 80})
     for sending, steps in ((0.01, 150), (0.03, 80), (0.1, 30)):
         add("communication", "task", {"sending": sending, "steps": steps}, plan="replicate=2")
     add(
@@ -297,6 +297,8 @@ def beside(command: str, out: Path, *, only: Sequence[str] | None) -> None:
 
 def cost() -> str:
     """Measures the microseconds of a step that the meter takes: to count it, and to read the CPU time around data."""
+    from unittest.mock import Mock
+
     import torch
 
     from grappe.launch.rank import ProcessRank
@@ -306,7 +308,7 @@ def cost() -> str:
 
     world = World(process=ProcessRank(), device=torch.device("cpu"))
     clock, plain = chronometer.Chronometer(world.device, time.perf_counter()), time.process_time
-    meter = BottleneckMeter(clock, world)
+    meter = BottleneckMeter(clock, world, Mock())
 
     def steps(count: Callable[[], bool], number: int = 20_000) -> float:
         began = time.thread_time()  # which other programs do not change

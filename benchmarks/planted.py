@@ -127,6 +127,8 @@ class Planted(Task):
     """Additional products of process 1 in each step."""
     sending: float = 0.0
     """Seconds that an exchange of gradients takes longer."""
+    disk: float = 0.0
+    """Seconds that a file takes longer to reach the disk."""
     watching: float = 0.0
     watch_every: int = 1
     evaluate_every: int = 1_000_000
@@ -138,6 +140,9 @@ class Planted(Task):
     def model(self) -> nn.Module:
         if self.sending:
             _slow_exchange(self.sending)
+        if self.disk:
+            plain, seconds = os.fsync, self.disk
+            os.fsync = lambda file: (time.sleep(seconds), plain(file))[1]
         layers = [nn.Linear(self.width, self.width) for _ in range(self.layers)]
         extra = [Late(self.width, self.late)] if self.late else []
         return nn.Sequential(*extra, *layers, Mean(), nn.Linear(self.width, CLASSES))
@@ -212,7 +217,7 @@ class Digits(digits.Digits):
 
 
 class PySource(pysource.PySource):
-    """The shipped task, likewise."""
+    """The shipped task, in that module too."""
 
 
 SHIPPED: dict[str, type[Task]] = {"digits": Digits, "pysource": PySource}

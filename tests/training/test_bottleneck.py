@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 def times(
     *, host: str = "n1", cores: tuple[int, ...] = (0, 1, 2, 3), device: str = "cpu", processor: float | None = None,
-    loading: float | None = None, workers: float = 0.0, delayed: float = 0.0, threads: int = 4, own_cores: int = 4,
+    loading: float | None = None, workers: float = 0.0, delayed: float = 0.0, threads: int = 2, own_cores: int = 4,
     steps: int = 1000, gpu: float | None = None, **phases: float,
 ) -> RankTimes:  # fmt: skip
     """A process's times of 100 seconds: what `phases` leave is forward's, and loading computes."""
@@ -75,12 +75,13 @@ def test_a_planted_cause_is_named_with_the_change(
     [
         (times(data=50), 0, "input", 2.0, "took 50% of the time; workers=2 would give 2.0 times the samples/s"),
         (times(data=75, loading=1), 0, "storage", 4.0, "; workers=4 would"),
-        (times(data=90, loading=1, own_cores=2), 0, "storage", 10.0, "; workers=10 would"),  # which need no core
+        (times(data=90, loading=1, own_cores=2, threads=1), 0, "storage", 10.0, "; workers=10 would"),
         (times(data=50, loading=10, processor=40, delayed=40), 0, "input", 2.0, "; workers=2 would"),  # a busy core
+        (times(data=50, loading=1, own_cores=2, steps=2000), 0, "storage", 1.67, "; workers=1 would"),  # it interrupts
         (times(data=50, loading=0, workers=99), 1, "input", 2.0, "; workers=3 would"),
         (times(data=50, loading=0, workers=3), 1, "storage", 2.0, "; workers=3 would"),
         (times(data=50, loading=48), 1, "input", 2.0, "; workers=3 would"),  # a thread, which loads all the time
-        (times(data=50, own_cores=2, threads=2, processor=150), 0, "input", 1.33, "; workers=1 would give 1.3 times"),
+        (times(data=50, own_cores=2, threads=2, processor=150), 0, "input", 1.29, "; workers=1 would give 1.3 times"),
         (times(data=50, own_cores=1, threads=1), 0, "input", 2.0, "no wait would give 2.0 times the samples/s: make a"),
     ],
 )
@@ -100,9 +101,9 @@ def test_the_number_of_workers_is_that_which_its_cores_can_run(
         [times(data=5, evaluation=10, checkpoint=5, watching=5)],
         [times(communication=12), times(communication=8)],
         [times(update=38)],
-        [times(processor=350)],
+        [times(processor=350, threads=4)],
         [times(processor=40)],  # it waits for something, and not for a core
-        [times(processor=390, delayed=50)],  # its own threads and workers have its cores
+        [times(processor=390, delayed=50, threads=4)],  # its own threads and workers have its cores
         [times(threads=1, processor=80)],
         [times(threads=1, steps=50_000)],  # small operators
         [times(threads=3, workers=100)],

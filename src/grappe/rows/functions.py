@@ -262,7 +262,7 @@ def _every_result(made: Any, place: Placement) -> Any:
     return type(made)([new_own(each, place) for each in made])
 
 
-def _without(names: str, order: str, rest: list[Any], options: Any) -> bool:
+def _where_absent(names: str, order: str, rest: list[Any], options: Any) -> bool:
     """Returns whether arguments of these names are left out, or False; `order` is that of all after the first."""
     passed = dict(zip(order.split(), rest, strict=False)) | options
     return all(passed.get(name) is None or passed[name] is False for name in names.split())
@@ -285,9 +285,11 @@ _leaving(
     lambda dim, dims, rest, options: dim < dims - len(rest[0] if rest else options["normalized_shape"]),
 )
 _EMBEDDING = "weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
-_leaving((F.embedding,), lambda _, __, *passed: _without("max_norm scale_grad_by_freq sparse", _EMBEDDING, *passed))
+_leaving(
+    (F.embedding,), lambda _, __, *passed: _where_absent("max_norm scale_grad_by_freq sparse", _EMBEDDING, *passed)
+)
 _BATCH_NORM = "running_mean running_var weight bias training momentum eps"  # in evaluation
-_leaving((F.batch_norm,), lambda dim, _, *passed: dim != 1 and _without("training", _BATCH_NORM, *passed))
+_leaving((F.batch_norm,), lambda dim, _, *passed: dim != 1 and _where_absent("training", _BATCH_NORM, *passed))
 _leaving((F.pad,), lambda dim, dims, rest, options: dim < dims - len(rest[0] if rest else options["pad"]) // 2)
 
 

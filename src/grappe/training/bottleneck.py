@@ -30,6 +30,7 @@ WORTH_LEARNING = 1.25  # of a change that changes what is learned
 PAUSES = ("evaluation", "checkpoint", "watching")
 COMPUTING = ("forward", "backward", "update")
 STORAGE = 0.3  # of the time that a sample takes to load: with less computing it is read, or waited for
+HANDED = 0.005  # CPU seconds in which a worker hands a batch over, on a machine with slow memory
 BUSY = 0.9  # of its cores: such a training takes them from itself
 THREADED = 0.01  # seconds of computing in a step: in less, more threads bring nothing
 JOBSTATS = {"gpu": 0.25, "cpu": 0.65}
@@ -201,8 +202,11 @@ def _input(times: Sequence[RankTimes], now: int | None, advice: str, share: floa
     if late * (slowest.workers + slowest.loading * (1 / max(share, 0.01) if now else 1)) < STORAGE * seconds:
         kind, says = "storage", f"{says}, as storage is slow (grappe data stage)"
     if now is not None:
-        cores = (slowest.processor + slowest.workers) / slowest.own_cores
-        least = max(slowest.total * (1 - share), cores, slowest.total / 32)  # more than 32 times is not believed
+        rest, loads = slowest.total * (1 - share), slowest.workers if now else HANDED * slowest.steps
+        cores = (slowest.processor + loads) / slowest.own_cores
+        if slowest.threads >= slowest.own_cores:  # workers interrupt threads that have all cores
+            rest += loads if kind == "storage" else min(loads, rest)
+        least = max(rest, cores, slowest.total / 32)  # more than 32 times is not believed
         workers = math.ceil(SPARE * seconds / least)
         saved = 1 - max(least, seconds / workers) / slowest.total
         if workers > now and saved > 1 - 1 / WORTH:

@@ -141,7 +141,7 @@ def verdicts(rows: Sequence[Row], kept: Row, site: Site, script: str) -> list[tu
         (all(row["wall"] for row in strong), "wall time of each count", walls),
         (len(busy) == len(strong), f"utilisation of {what}", ", ".join(busy) or "not measured: install grappe[energy]"),
         (bool(script), "a representative batch script", "on the page" if script else "no run is of a job"),
-        (*_losses(strong),),
+        _losses(strong),
     ]  # fmt: skip
 
 
