@@ -96,7 +96,8 @@ def part(
             mine = (happenings or {}).get((process.rank, step))
             if step == dies_at or any(at == step for _, at in happenings or ()):
                 # Else it were chance what is saved by then.
-                self._report_failed_save(self.saver.wait())
+                if (problem := self.saver.wait()) is not None:
+                    self.watchers.call("failed_to_save", problem)
             if mine is not None:
                 mine()
             if step == dies_at:

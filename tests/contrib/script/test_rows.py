@@ -178,7 +178,6 @@ def test_what_is_not_split_and_what_is_gathered_is_told(here: Path, capfd: pytes
 
 APART = """
 import contextlib
-import re
 import os
 import sqlite3
 import torch
