@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from grappe import Task, optimizers
+from grappe import optimizers
 from tests.parity.tasks import Images, Tokens
 
 RULES = ("lars", "larc", "lamb", "muon")
@@ -119,8 +119,8 @@ def made(rule: Rule, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optim
     return ScheduleFree(named, lr=0.3)
 
 
-class Tuned(Task):
-    """Another rule."""
+class TunedTokens(Tokens):
+    """Tokens under another rule."""
 
     by: Rule = "lars"
 
@@ -128,9 +128,10 @@ class Tuned(Task):
         return made(self.by, list(named_parameters))
 
 
-class TunedTokens(Tuned, Tokens):
-    """Tokens under another rule."""
-
-
-class TunedImages(Tuned, Images):
+class TunedImages(Images):
     """Images, with convolutions and batch normalisation, under another rule."""
+
+    by: Rule = "lars"
+
+    def optimizer(self, named_parameters):
+        return made(self.by, list(named_parameters))
