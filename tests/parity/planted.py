@@ -131,13 +131,13 @@ def larger_gradient() -> Any:
 
 def larger_gradient_of_the_whole_batch() -> Any:
     """Process 1's gradient of a loss that compares samples is a tenth too large."""
-    gradients = WholeBatchLosses._gradients
+    own_gradient = WholeBatchLosses._own_gradient
 
-    def larger(self: WholeBatchLosses, *arguments: Any) -> Any:
+    def larger(self: WholeBatchLosses, gradient: Any) -> Any:
         factor = 1.1 if dist.is_initialized() and dist.get_rank() == 1 else 1.0
-        return [None if one is None else one * factor for one in gradients(self, *arguments)]
+        return None if gradient is None else own_gradient(self, gradient) * factor
 
-    return mock.patch.object(WholeBatchLosses, "_gradients", larger)
+    return mock.patch.object(WholeBatchLosses, "_own_gradient", larger)
 
 
 def shuffled_targets() -> Any:

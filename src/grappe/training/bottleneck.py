@@ -17,14 +17,13 @@ import torch
 from grappe.data.loading import SPARE
 from grappe.launch.world import World, own_cores
 from grappe.profiling.chronometer import Chronometer
-from grappe.profiling.phases import PHASES, START
+from grappe.profiling.phases import LEAST_SECONDS, PHASES, START
 from grappe.sites.schema import WARNS
 from grappe.training.watchdog import cpu_seconds
 from grappe.training.watchers.meter import Usage
 
 STEPS = 200
 """Steps of a start after which a first sentence is due, or twice as many, and so on, until LEAST_SECONDS are over."""
-LEAST_SECONDS = 30.0  # in a shorter time a share is noise, and nobody gains by less
 WORTH = 1.1  # times as fast: less is not worth a change
 WORTH_LEARNING = 1.25  # of a change that changes what is learned
 PAUSES = ("evaluation", "checkpoint", "watching")

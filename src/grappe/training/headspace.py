@@ -15,8 +15,7 @@ from grappe.data.loader import BatchLoader
 from grappe.data.loading import workers_needed
 from grappe.launch.world import World, own_cores
 from grappe.profiling.chronometer import StepTimes
-from grappe.profiling.phases import IN_A_STEP, PHASES, START
-from grappe.training.bottleneck import LEAST_SECONDS
+from grappe.profiling.phases import IN_A_STEP, LEAST_SECONDS, PHASES, START
 
 WORTH_SAYING = 0.05  # of the time
 LARGE = 50_000  # bytes of a picture's file: one of short side 256 has about 20 kB
