@@ -437,7 +437,7 @@ def _frozen(value: Any) -> Any:
 
 _MOST_PLACES = 5_000  # of a script whose shapes never repeat
 _PLACES: dict[Any, Placement | None] = {}
-"""Where rows are in a view, by function and arguments."""
+"""Places of rows in a view, by function and arguments."""
 
 
 @_rule(torch.cat, torch.concat, torch.stack)

@@ -294,7 +294,7 @@ print(sum(float(each.detach().double().abs().sum()) for each in model.parameters
 def test_a_script_whose_batches_have_lengths_is_brought_back_by_its_own_batches(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its masks have the lengths that it read, so the first batch again is none for them."""
+    """Masks have the lengths that the script read: the first batch again has others."""
     Path("train.py").write_text(LENGTHS)
     Path("once").touch()
     plainly = as_it_is(LENGTHS, here)

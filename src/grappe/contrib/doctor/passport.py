@@ -19,7 +19,7 @@ from grappe.contrib.lab.explain import reachable_by_precision
 from grappe.errors import RunError, UsageError
 from grappe.errors.foreign_text import printable
 from grappe.foresight.devices import device_reported
-from grappe.launch.files import read_text
+from grappe.launch import files
 from grappe.launch.rank import ProcessRank, rank_from_environment
 from grappe.launch.start import start
 from grappe.launch.world import choose_device, join
@@ -132,7 +132,7 @@ def read(file: Path) -> Passport:
         UsageError: the file is none.
     """
     try:
-        return msgspec.json.decode(read_text(file, 0), type=Passport)
+        return msgspec.json.decode(files.read_text(file, 0), type=Passport)
     except (OSError, RunError, msgspec.MsgspecError) as error:
         raise UsageError(f"{file} is no file of grappe doctor --passport: {printable(error, 300)}") from None
 

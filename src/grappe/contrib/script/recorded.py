@@ -54,7 +54,7 @@ from grappe.training.watchers.base import Record
 T = TypeVar("T")
 MOST_READ = 1 << 26  # bytes of what a script has read, which each checkpoint holds
 BY_BATCHES = "batches"
-"""How a run is brought back, in run.json: each batch is loaded again."""
+"""Entry of run.json: the run is brought back by loading each batch again."""
 
 
 class ScriptFolder(LoopFolder):
