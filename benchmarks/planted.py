@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -91,12 +92,13 @@ class Late(nn.Module):
         super().__init__()
         rank = int(os.environ.get("RANK", multiprocessing.current_process().name.rpartition("-")[2] == "1"))
         self.times = times if rank == 1 else 0
-        self.register_buffer("matrix", torch.randn(width, width) / width**0.5)
+        self._matrix = np.ones(
+            (width, width), np.float32
+        )  # NumPy's, as all processes must make the same calls of torch
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for _ in range(self.times):
-                x.detach() @ self.matrix
+        for _ in range(self.times):
+            self._matrix @ self._matrix
         return x
 
 

@@ -203,8 +203,9 @@ def _input(times: Sequence[RankTimes], now: int | None, advice: str, share: floa
     if now is not None:
         rest, loads = slowest.total * (1 - share), slowest.workers if now else HANDED * slowest.steps
         cores = (slowest.processor + loads) / slowest.own_cores
-        if slowest.threads >= slowest.own_cores:  # workers interrupt threads that have all cores
+        if slowest.threads >= slowest.own_cores:  # workers interrupt threads that have all cores, and wait for one
             rest += loads if kind == "storage" else min(loads, rest)
+            seconds *= 2 if kind == "storage" else 1
         least = max(rest, cores, slowest.total / 32)  # more than 32 times is not believed
         workers = math.ceil(SPARE * seconds / least)
         saved = 1 - max(least, seconds / workers) / slowest.total
@@ -215,11 +216,11 @@ def _input(times: Sequence[RankTimes], now: int | None, advice: str, share: floa
 
 
 def _too_often(times: Sequence[RankTimes]) -> list[Bottleneck]:
-    """Evaluations, saves and watchers."""
+    """Evaluations, saves and watchers. Saves are written in the background: few of them take no time of the steps."""
     evaluating, saving, watching = (max(each.share(phase) for each in times) for phase in PAUSES)
     return [
         Bottleneck("evaluation", evaluating / 2, f"evaluating took {evaluating:.0%} of the time: half as often"),
-        Bottleneck("saving", saving * 0.9, f"saving took {saving:.0%} of the time: ten times less often"),
+        Bottleneck("saving", min(saving, 0.9), f"saving took {saving:.0%} of the time: ten times less often"),
         Bottleneck("watching", watching * 0.9, f"watchers took {watching:.0%} of the time: ten times less often"),
     ]
 
@@ -265,7 +266,8 @@ def _binding(times: Sequence[RankTimes]) -> Bottleneck | None:
         if 0 < cores < count:
             says = f"{count} processes on {host} may run on {cores} of its cores: a core for each (--cpus-per-task)"
             busy = min(1.0, sum(each.processor / each.total for each in bound) / cores)
-            return Bottleneck("binding", busy * (1 - cores / count), says)
+            # Two cores of the system may be the threads of one, which bring less.
+            return Bottleneck("binding", busy * (1 - cores / count), says, "", "at most ")
     return None
 
 
