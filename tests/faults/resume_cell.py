@@ -94,10 +94,9 @@ def part(
             stop = super().after(result)
             step = result.batch.step + 1
             mine = (happenings or {}).get((process.rank, step))
-            if step == dies_at or any(at == step for _, at in happenings or ()):
-                # Else it were chance what is saved by then.
-                if (problem := self.saver.wait()) is not None:
-                    self.watchers.call("failed_to_save", problem)
+            ends = step == dies_at or any(at == step for _, at in happenings or ())
+            if ends and (problem := self.saver.wait()) is not None:  # else it were chance what is saved by then
+                self.watchers.call("failed_to_save", problem)
             if mine is not None:
                 mine()
             if step == dies_at:
