@@ -103,6 +103,7 @@ def test_the_number_of_workers_is_that_which_its_cores_can_run(
         [times(update=38)],
         [times(processor=350, threads=4)],
         [times(processor=40)],  # it waits for something, and not for a core
+        [times(processor=150, delayed=15)],
         [times(processor=390, delayed=50, threads=4)],  # its own threads and workers have its cores
         [times(threads=1, processor=80)],
         [times(threads=1, steps=50_000)],  # small operators

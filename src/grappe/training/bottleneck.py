@@ -25,7 +25,7 @@ from grappe.training.watchers.meter import Usage
 STEPS = 200
 """Steps of a start after which a first sentence is due, or twice as many, and so on, until LEAST_SECONDS are over."""
 WORTH = 1.1  # times as fast: less is not worth a change
-WORTH_LEARNING = 1.25  # of a change that changes what is learned
+WORTH_MORE = 1.25  # of a change that changes what is learned, and of a cause that the system's own programs look like
 PAUSES = ("evaluation", "checkpoint", "watching")
 COMPUTING = ("forward", "backward", "update")
 STORAGE = 0.3  # of the time that a sample takes to load: with less computing it is read, or waited for
@@ -245,7 +245,7 @@ def _larger_batch(times: Sequence[RankTimes]) -> Bottleneck | None:
     if sent > update:
         kind, says = "communication", f"exchanging gradients took {sent:.0%} of the time: a batch twice as large"
     cause = Bottleneck(kind, (sent + update) / 2, says, ", and changes what is learned", "at least ")
-    return cause if cause.faster >= WORTH_LEARNING else None
+    return cause if cause.faster >= WORTH_MORE else None
 
 
 def _threads(times: Sequence[RankTimes]) -> Bottleneck | None:
@@ -279,4 +279,5 @@ def _other_programs(times: Sequence[RankTimes]) -> Bottleneck | None:
         return None
     lost = late.delayed / late.total
     says = f"other programs had its cores for {lost:.0%} of the time: cores of its own"
-    return Bottleneck("other programs", lost, says)
+    cause = Bottleneck("other programs", lost, says)
+    return cause if cause.faster >= WORTH_MORE else None
