@@ -144,7 +144,7 @@ def test_each_template_is_found_again() -> None:
     french = catalogue_of("fr")
     of_help = help_texts()  # looked up as they are
     for english, other in messages_of(COMPILED).items():
-        template = Template.of(english, other)
+        template = Template(english, other)
         names = {name: f"v{number}" for number, name in enumerate(template.names)}
         values = [names[name] for name in template.names]
         if english.strip() and english != " or " and english not in of_help:
