@@ -251,7 +251,6 @@ def test_numbers_of_an_enum_or_of_numpy_are_those_that_a_checkpoint_gives_back()
 
 
 LENGTHS = """
-import os
 from pathlib import Path
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -286,7 +285,7 @@ for epoch in range(3):
         steps += 1
         if steps == 12 and not Path("once").exists():
             Path("once").touch()
-            os._exit(3)
+            raise ValueError("the disk is full")
 print(sum(float(each.detach().double().abs().sum()) for each in model.parameters()))
 """
 
@@ -299,7 +298,7 @@ def test_a_script_whose_batches_have_lengths_is_brought_back_by_its_own_batches(
     Path("once").touch()
     plainly = as_it_is(LENGTHS, here)
     Path("once").unlink()
-    with pytest.raises(ProcessDied, match="exit code 3"):
+    with pytest.raises(ProcessDied, match="ValueError"):
         launch("train.py", [], ONE, run=Path("run"), save_every=2)
     capfd.readouterr()
     assert launch("train.py", [], ONE, run=Path("run"), save_every=2) == 0

@@ -148,13 +148,13 @@ class RecordedSteps(StepHandler):
 
     def batches(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """Begins an iteration of a loader, on the way back to a checkpoint one that loads nothing."""
-        made = Iteration(loader=loader, number=self._iterations, begin=begin, state=random_state(loader.generator))
+        made = Iteration(loader=loader, number=self._iterations, begin=begin)
         self._iterations += 1
         if self._replay is None or made.number < self._first:
-            self._began[made.number] = made.state
+            self._began[made.number] = random_state(loader.generator)
             made.plain = begin()
         else:
-            self._began[made.number] = self._replay.random(f"began.{made.number}", self._world.rank)
+            self._began[made.number] = self._replay.random(f"began.{made.number}")
             if self._replay.computes:
                 self._replay.begin()
         return super().batches(loader, lambda: self._source(made))
@@ -322,8 +322,7 @@ class RecordedSteps(StepHandler):
             number: each.grad for number, each in enumerate(parameters_of(self._optimizers)) if each.grad is not None
         }
         tensors |= {f"gradient.{number}": gradient for number, gradient in gradients.items()}
-        states = {"now": random_state(), **{f"live.{number}": each.state for number, each in self._live.items()}}
-        states |= {f"began.{number}": state for number, state in self._began.items()}
+        states = {"now": random_state(), **{f"began.{number}": state for number, state in self._began.items()}}
         for name, state in states.items():
             own |= {f"local.{rank}.random.{name}.{key}": tensor for key, tensor in state.items()}
         for number, generator in enumerate(variables.generators.values()):
@@ -377,18 +376,17 @@ class RecordedSteps(StepHandler):
                 kept = number in saved["gradients"]
                 each.grad = replay.tensors.read(f"gradient.{number}").to(each.device) if kept else None
             for number, taken, first in saved["live"]:
-                self._live[number].go_to(taken, replay.random(f"live.{number}", rank), first)
+                self._live[number].go_to(taken, replay.random(f"began.{number}"), first)
             for number, generator in enumerate(variables.generators.values()):
                 set_state_of(generator, replay.tensors.read(f"local.{rank}.generator.{number}").clone())
-            set_random_state(replay.random("now", rank))
+            set_random_state(replay.random("now"))
         finally:
             self._leave_replay()
 
     def replay_error(self, error: BaseException) -> RunError | None:
         """Makes the error of a script that fails on its way back to a checkpoint; None if it is not there."""
-        if self._replay is None or self._folder is None or not isinstance(error, Exception):
-            return None
-        if lost_another(str(error)):
+        is_own = isinstance(error, Exception) and not lost_another(str(error))
+        if self._replay is None or self._folder is None or not is_own:
             return None
         run, step = self._folder.path, self._replay.step
         why, line = type(error).__name__, line_of(error) or error

@@ -49,8 +49,6 @@ class Iteration:
     number: int
     """In the order of their beginnings."""
     begin: Callable[[], Iterator[Any]]
-    state: Mapping[str, Tensor]
-    """Random state at its beginning."""
     plain: Iterator[Any] | None = None
     """None on the way back to a checkpoint."""
     taken: int = 0
@@ -71,7 +69,7 @@ class Iteration:
         Raises:
             RunError: the first batch is another than it was.
         """
-        self.taken, self.state = 0, state
+        self.taken = 0
         set_random_state(state, self.loader.generator)
         self.plain = self.begin()
         for _ in range(min(taken, 1)):
@@ -165,7 +163,7 @@ class Replay:
 
     def _own(self, iteration: Iteration) -> Iterator[Any]:
         """Yields the batches that an iteration gave then."""
-        set_random_state(self.random(f"began.{iteration.number}", self._rank), iteration.loader.generator)
+        set_random_state(self.random(f"began.{iteration.number}"), iteration.loader.generator)
         batches = iteration.begin()
         while True:
             self._loading = True
@@ -189,9 +187,9 @@ class Replay:
             if each.grad is None:
                 each.grad = torch.zeros_like(each)
 
-    def random(self, name: str, rank: int) -> dict[str, Tensor]:
-        """Returns a random state that a process saved."""
-        prefix = f"local.{rank}.random.{name}."
+    def random(self, name: str) -> dict[str, Tensor]:
+        """Returns a random state that this process saved."""
+        prefix = f"local.{self._rank}.random.{name}."
         names = [name for name in self.tensors if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.tensors.read(name).clone() for name in names}
 
